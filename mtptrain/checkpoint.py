@@ -1,0 +1,55 @@
+"""Training checkpoints: safetensors by parameter name plus JSON, atomic, hashed, independent of the world size.
+
+train/checkpoints/00000400/{head,optimizer,ema}.safetensors + state.json     state.json holds the files' hashes
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtptrain.errors import UserError
+from mtptrain.files import hash_file, read_json, write_folder_atomic, write_json
+
+_STATE = "state.json"
+
+
+def save_checkpoint(folder: Path, groups: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+    """Write each tensor group to `<group>.safetensors` and the state beside them; the folder appears whole."""
+
+    def write(tmp: Path) -> None:
+        for group, tensors in groups.items():
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, tmp / f"{group}.safetensors")
+        hashes = {group: hash_file(tmp / f"{group}.safetensors") for group in groups}
+        write_json(tmp / _STATE, {"hashes": hashes, **state})
+
+    write_folder_atomic(folder, write)
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """The tensor groups and the state. A damaged file is named, never silently passed over."""
+    if not (folder / _STATE).exists():
+        raise UserError(f"{folder} has no {_STATE}; delete the folder to resume from the checkpoint before it")
+    state: dict[str, Any] = read_json(folder / _STATE)
+    groups = {}
+    for group, expected in state["hashes"].items():
+        file = folder / f"{group}.safetensors"
+        if not file.exists() or hash_file(file) != expected:
+            raise UserError(f"{file} is missing or damaged; delete {folder} to resume from the checkpoint before it")
+        groups[group] = load_file(file)
+    return groups, state
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders in `folder`, oldest first."""
+    if not folder.exists():
+        return []
+    return sorted(f for f in folder.iterdir() if f.is_dir() and f.name.isdigit())
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints."""
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)

@@ -1,0 +1,321 @@
+"""The command line of every job: recipes, typed configs, sweeps and one-line errors. The only file that imports Hydra.
+
+    python -m mtptrain.JOB +recipe=NAME key=value ...          one run
+    python -m mtptrain.JOB -m +recipe=NAME train.steps=1,3     one run a value, none overwriting another
+
+Nothing heavy (torch, transformers) is imported before the config is known to be valid. Exit status: 0, 2 for what the user can
+mend (one line on stderr; MTPTRAIN_TRACE=1 shows the trace as well), 130 when interrupted.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import hydra
+from hydra import initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mtptrain.config import Config
+from mtptrain.errors import UserError
+from mtptrain.files import hash_bytes
+from mtptrain.near import is_option, unknown_keys, unknown_name, unknown_option
+
+Main = Callable[[Config], None]
+
+_VERSION_BASE = "1.3"
+_HEAD_SECTIONS = {"head", "train", "validate", "export", "plan", "wandb"}
+"""Sweeping only these leaves data and store as they are: the runs share them and differ in their head's folder."""
+_OWN_FOLDER = {"name", "root", "head.label"}
+"""Sweeping these names folders already."""
+_LONGEST_SUFFIX = 80
+
+JOBS = {
+    "train": "every stage that is not complete yet, in order: prepare, precompute, train, validate, export",
+    "prepare": "prompts -> responses written by the target, token ids and supervised spans",
+    "precompute": "the target's hidden states -> a store on disk",
+    "validate": "acceptance of the trained head, by walk and by reference decoding",
+    "export": "one folder per engine, once validation passed",
+    "plan": "tokens, disk, memory and time of it all, before anything is spent",
+}
+
+
+def config_dir(name: str) -> Path:
+    """`conf` or `recipes`: inside an installed package as `_conf`, in a checkout beside the package."""
+    package = Path(__file__).resolve().parent
+    shipped = package / f"_{name}"
+    return shipped if shipped.is_dir() else package.parent / name
+
+
+def recipe_files() -> dict[str, Path]:
+    return {file.stem: file for file in sorted(config_dir("recipes").glob("*.yaml"))}
+
+
+@functools.cache
+def _register() -> None:
+    store = ConfigStore.instance()
+    store.store(name="config_schema", node=Config)
+    for name, file in recipe_files().items():
+        store.store(group="recipe", name=name, node=OmegaConf.load(file), package="_global_")
+
+
+def to_config(composed: DictConfig) -> Config:
+    """The typed config; cross-field checks run here. Raises UserError naming the dotted key."""
+    for key in unknown_keys(composed):
+        raise UserError(unknown_option(key))
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    return config
+
+
+def _suffix(overrides: Sequence[str]) -> str:
+    """A folder-name part made from overrides; a hash keeps it unique where characters or length had to go."""
+    text = ",".join(overrides)
+    clean = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text)
+    if clean == text and len(text) <= _LONGEST_SUFFIX:
+        return clean
+    return f"{clean[: _LONGEST_SUFFIX - 20]}-{hash_bytes(text.encode())[:8]}"
+
+
+def distinct_run(config: Config, swept: Sequence[str]) -> Config:
+    """The config of one run of a sweep, with folders of its own.
+
+    `swept` holds this run's `key=value` of every swept key. Keys of the head alone extend `head.label`, so that runs share data
+    and store; any other key extends `name`.
+    """
+    named = [(text.partition("=")[0].lstrip("+~").partition("@")[0], text.lstrip("+")) for text in swept]
+    of_head = [text for key, text in named if key.partition(".")[0] in _HEAD_SECTIONS and key not in _OWN_FOLDER]
+    of_run = [text for key, text in named if key.partition(".")[0] not in _HEAD_SECTIONS and key not in _OWN_FOLDER]
+    label = config.head.label or config.head.kind.name
+    return dataclasses.replace(
+        config,
+        name=f"{config.name}-{_suffix(of_run)}" if of_run else config.name,
+        head=dataclasses.replace(config.head, label=f"{label}-{_suffix(of_head)}") if of_head else config.head,
+    )
+
+
+def _constant_keys(overrides: Sequence[str]) -> set[str]:
+    return {o.get_key_element() for o in OverridesParser.create().parse_overrides(list(overrides)) if not o.is_sweep_override()}
+
+
+def _swept(job_overrides: Sequence[str], constant_keys: set[str]) -> list[str]:
+    return [text for text in job_overrides if text.partition("=")[0] not in constant_keys]
+
+
+def _jobs_of_sweep(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each run of a sweep; ranges without discrete values are left to their sweeper."""
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    choices = []
+    for override, text in zip(parser.parse_overrides(list(overrides)), overrides, strict=True):
+        if not override.is_sweep_override():
+            choices.append([text])
+        elif override.is_discrete_sweep():
+            choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+    return [list(run) for run in itertools.product(*choices)]
+
+
+def compose(overrides: Sequence[str] = (), *, multirun: bool = False, user_dir: str | None = None) -> list[Config]:
+    """The configs that a command line with these overrides would run: one, or one a run of a sweep.
+
+    `user_dir` is what `--config-dir` names. Raises UserError.
+    """
+    _register()
+    try:
+        with initialize_config_dir(str(config_dir("conf")), version_base=_VERSION_BASE):
+            runs = _jobs_of_sweep(overrides) if multirun else [list(overrides)]
+            extra = _search_path(overrides, user_dir)
+            configs = [to_config(hydra.compose("config", run + extra)) for run in runs]
+        if multirun:
+            constant = _constant_keys(overrides)
+            configs = [distinct_run(config, _swept(run, constant)) for config, run in zip(configs, runs, strict=True)]
+        return configs
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, overrides)) from error
+
+
+def _search_path(overrides: Sequence[str], user_dir: str | None) -> list[str]:
+    if user_dir is None or any(text.lstrip("+").startswith("hydra.searchpath=") for text in overrides):
+        return []
+    if not Path(user_dir).is_dir():
+        raise UserError(f"--config-dir {user_dir}: no such folder; it should hold recipe/NAME.yaml")
+    quoted = f"file://{Path(user_dir).resolve()}".replace("'", "\\'")
+    return [f"hydra.searchpath=['{quoted}']"]
+
+
+def explain(error: Exception, overrides: Sequence[str]) -> str:
+    """One line for an error of Hydra or omegaconf: which override is wrong, and what was probably meant."""
+    if isinstance(error, OverrideParseException):
+        return _explain_syntax(error.override)
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return unknown_name(f"{group}={name}: no such {group}", name, list(error.options))
+    cause = (error.__cause__ or error.__context__) if isinstance(error, ConfigCompositionException) else error
+    key = getattr(cause, "full_key", None)
+    if not key:
+        return _explain_composition(str(error).splitlines()[0], overrides)
+    if not is_option(key) and not key.startswith("hydra"):
+        return unknown_option(_as_typed(key, overrides))
+    return _explain_value(key, str(cause).splitlines()[0], overrides)
+
+
+def _explain_syntax(text: str) -> str:
+    name = text.lstrip("+")
+    if name == "recipe" or name == "recipe=":
+        return f"{text}: name the recipe, +recipe=NAME; there are: {', '.join(recipe_files())}"
+    if "=" not in text:
+        if name in recipe_files():
+            return f"{text}: a recipe is given as +recipe={name}"
+        return f"{text}: an override is key=value; " + ("it needs a value" if is_option(name) else unknown_option(name).partition("; ")[2])
+    return f"{text}: not a valid override; quote values that hold any of ,[]{{}}() like 'key=\"a,b\"'"
+
+
+def _explain_composition(first_line: str, overrides: Sequence[str]) -> str:
+    if first_line.startswith("Multiple values for recipe"):
+        return "+recipe is given twice: choose one recipe, and change it with key=value"
+    if first_line.startswith("Ambiguous value"):
+        return f"{first_line.split(chr(39))[1]}: several values are a sweep and need -m; a list is written 'key=[a,b]'"
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key == "recipe":
+            return f"{text}: a recipe is added with a plus: +recipe={value}"
+        plain = key.lstrip("+~").partition("@")[0]
+        if not is_option(plain) and plain != "recipe" and not plain.startswith("hydra"):
+            return unknown_option(plain)
+    return first_line
+
+
+def _as_typed(key: str, overrides: Sequence[str]) -> str:
+    """The override's whole key where Hydra names only its unknown beginning."""
+    typed = (text.partition("=")[0].lstrip("+~") for text in overrides)
+    return next((whole for whole in typed if whole.startswith(f"{key}.")), key)
+
+
+def _explain_value(key: str, message: str, overrides: Sequence[str]) -> str:
+    given = next((text.partition("=")[2] for text in reversed(overrides) if text.partition("=")[0].lstrip("+") == key), None)
+    shown = key if given is None else f"{key}={given}"
+    choices = re.search(r"expected one of \[(.*)\]", message)
+    if choices and given:
+        return unknown_name(f"{shown}: no such choice", given, choices.group(1).split(", "))
+    return f"{shown}: {message}"
+
+
+def help_text(job: str) -> str:
+    """What `--help` prints."""
+    titles = {name: file.read_text(encoding="utf-8").splitlines()[1].lstrip("# ") for name, file in recipe_files().items()}
+    width = max(map(len, [*titles, *JOBS])) + 2
+    recipes = "\n".join(f"  {name:{width}}{title}" for name, title in titles.items())
+    jobs = "\n".join(f"  {name:{width}}{what}" for name, what in JOBS.items())
+    return f"""usage: python -m mtptrain.{job} +recipe=NAME [key=value ...]
+
+{job}: {JOBS.get(job, "")}
+
+recipes (+recipe=NAME):
+{recipes}
+
+jobs (python -m mtptrain.JOB):
+{jobs}
+
+options:
+  key=value            any key of mtptrain/config.py, such as train.steps=3 name=mine root=/data/runs
+  --cfg job            print the composed config and stop
+  -m key=a,b           a sweep: one run a value; runs that differ in the head alone share data and store
+  --config-dir DIR     recipes of your own: DIR/recipe/mine.yaml, used as +recipe=mine (first line: # @package _global_)
+  --hydra-help         all of Hydra's own flags
+environment: MTPTRAIN_TRACE=1 shows the trace of an error, MTPTRAIN_CACHE moves the cache of converted targets"""
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Hydra's flags, and the command line with flags before overrides (argparse wants it so)."""
+    parser = get_args_parser()
+    args, unknown = parser.parse_known_intermixed_args(list(argv))
+    if unknown:
+        raise UserError(f"{unknown[0]}: no such flag (see --help); a recipe is given as +recipe=NAME, an option as key=value")
+    return args, [word for word in argv if word not in args.overrides] + args.overrides
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Compose everything that is about to run, so that a mistake in a sweep's last run stops its first."""
+    other_flags = (args.config_name, args.config_path, args.info, args.experimental_rerun)
+    if any(flag is not None for flag in other_flags) or args.hydra_help or args.shell_completion:
+        return
+    multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
+    compose(args.overrides, multirun=multirun, user_dir=args.config_dir)
+
+
+def _run_hydra(main: Main, args: argparse.Namespace, argv: list[str], shown: list[str]) -> None:
+    """Hand over to Hydra, which calls `main` once or once a run of a sweep; what was told to the user is noted in `shown`."""
+
+    def task(composed: DictConfig) -> None:
+        context = HydraConfig.get()
+        swept = _swept(context.overrides.task, _constant_keys(args.overrides)) if context.mode is RunMode.MULTIRUN else []
+        try:
+            main(distinct_run(to_config(composed), swept))
+        except UserError as error:
+            if context.mode is not RunMode.MULTIRUN:
+                shown.append(_tell(error))
+                return
+            shown.append(_tell(error, f"[{' '.join(swept)}] "))
+            raise
+
+    _register()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of Hydra's own report
+    before, sys.argv = sys.argv, [sys.argv[0], *argv]
+    try:
+        hydra.main(config_path=str(config_dir("conf")), config_name="config", version_base=_VERSION_BASE)(task)()
+    finally:
+        sys.argv = before
+
+
+def _tell(error: UserError, where: str = "") -> str:
+    if os.environ.get("MTPTRAIN_TRACE") == "1":
+        traceback.print_exception(error)
+    print(f"error: {where}{error}", file=sys.stderr, flush=True)
+    return str(error)
+
+
+def run(main: Main, name: str, argv: Sequence[str]) -> int:
+    """One command line from parsing to exit status."""
+    if {"-h", "--help"} & set(argv):
+        print(help_text(name))
+        return 0
+    shown: list[str] = []
+    try:
+        args, ordered = _parse(argv)
+        _check(args)
+        _run_hydra(main, args, ordered, shown)
+    except UserError as error:
+        if str(error) not in shown:
+            shown.append(_tell(error))
+    except (HydraException, OmegaConfBaseException) as error:
+        shown.append(_tell(UserError(explain(error, args.overrides))))
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        return 130
+    return 2 if shown else 0
+
+
+def job(main: Main) -> Callable[[], None]:
+    """Turn `main(cfg)` into a command; `python -m mtptrain.JOB` calls the result."""
+
+    @functools.wraps(main)
+    def entry() -> None:
+        name = Path(main.__code__.co_filename).stem
+        status = run(main, name, sys.argv[1:])
+        if status:
+            sys.exit(status)
+
+    return entry

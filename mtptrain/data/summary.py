@@ -1,0 +1,88 @@
+"""What the prepare stage made, as numbers for the manifest and as a short table."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mtptrain.data.documents import HELD_OUT, TRAIN, Document
+from mtptrain.data.readers import Reject
+
+
+def summarise(
+    documents: Sequence[Document],
+    stop_ids: Collection[int],
+    rejects: Sequence[Reject],
+    dropped: Mapping[str, int],
+    cut: int,
+    unanswered: Mapping[str, int],
+    rows: int,
+) -> dict[str, Any]:
+    """The manifest's results. A response that hit the limit is a span without an end marker; its length is in tokens."""
+    sources = sorted({d.source for d in documents})
+    return {
+        "rows": rows,
+        "all": _count(documents, stop_ids),
+        "splits": {s: _count([d for d in documents if d.split == s], stop_ids) for s in (TRAIN, HELD_OUT)},
+        "sources": {
+            source: {
+                s: _count(group, stop_ids)
+                for s in (TRAIN, HELD_OUT)
+                if (group := [d for d in documents if (d.source, d.split) == (source, s)])
+            }
+            for source in sources
+        },
+        "rejects": dict(Counter(r.reason for r in rejects).most_common()),
+        "dropped": {reason: n for reason, n in dropped.items() if n},
+        "cut": cut,
+        "unanswered_turns": dict(unanswered),
+    }
+
+
+def _count(documents: Sequence[Document], stop_ids: Collection[int]) -> dict[str, Any]:
+    spans = [(d, start, end) for d in documents for start, end in d.spans]
+    supervised = sum(end - start for _, start, end in spans)
+    at_limit = sum(d.tokens[end - 1] not in stop_ids for d, _, end in spans)
+    return {
+        "documents": len(documents),
+        "tokens": sum(len(d.tokens) for d in documents),
+        "supervised_tokens": supervised,
+        "responses": len(spans),
+        "mean_response_length": supervised / len(spans) if spans else None,
+        "hit_limit_share": at_limit / len(spans) if spans else None,
+    }
+
+
+def print_summary(console: Console, folder: Path, results: Mapping[str, Any]) -> None:
+    table = Table("", "documents", "tokens", "supervised", "mean response", "hit limit", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for split, counts in results["splits"].items():
+        table.add_row(split, *_cells(counts))
+    for source, splits in results["sources"].items():
+        for split, counts in splits.items():
+            table.add_row(f"  {source} ({split})".replace("[", r"\["), *_cells(counts))
+    console.print(table)
+    for key, words in (("rejects", "rejected"), ("dropped", "dropped"), ("unanswered_turns", "turns left unanswered")):
+        if results[key]:
+            told = ", ".join(f"{n} {reason}" for reason, n in results[key].items())
+            console.print(f"prepare: {words}: {told}", markup=False, highlight=False, soft_wrap=True)
+    if results["cut"]:
+        console.print(f"prepare: {results['cut']} documents cut at data.max_length", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"prepare: {folder / 'documents.parquet'}; look at {folder / 'samples.html'}", markup=False, highlight=False, soft_wrap=True
+    )
+
+
+def _cells(counts: Mapping[str, Any]) -> list[str]:
+    mean, share = counts["mean_response_length"], counts["hit_limit_share"]
+    return [
+        f"{counts['documents']:,}",
+        f"{counts['tokens']:,}",
+        f"{counts['supervised_tokens']:,}",
+        "-" if mean is None else f"{mean:.1f}",
+        "-" if share is None else f"{share:.1%}",
+    ]

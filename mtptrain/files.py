@@ -1,0 +1,117 @@
+"""Files that are either whole or absent: atomic writes, durable appends, content hashes.
+
+The content hash is XXH3-128 everywhere (fast, not cryptographic: it finds damage, not malice).
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from mtptrain.errors import UserError
+
+_CHUNK_BYTES = 1 << 22
+
+
+def fsync_dir(folder: Path) -> None:
+    """Make a rename in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+    """Call `write(temporary)` and rename the result to `path`; a reader sees the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.tmp")
+    write(tmp)
+    with open(tmp, "rb") as f:
+        os.fsync(f.fileno())
+    os.replace(tmp, path)
+    fsync_dir(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_atomic(path, lambda tmp: tmp.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, obj: Any) -> None:
+    write_text(path, json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file of ours; a damaged one is named."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise UserError(f"{path} is damaged ({e}); delete it and run the stage that writes it again") from e
+
+
+def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fill a temporary folder and rename it to `folder`, replacing an older one."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    tmp = folder.with_name(f".{folder.name}.tmp")
+    if tmp.exists():
+        shutil.rmtree(tmp)
+    tmp.mkdir()
+    write(tmp)
+    for file in tmp.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as f:
+                os.fsync(f.fileno())
+    old = folder.with_name(f".{folder.name}.old")
+    if old.exists():
+        shutil.rmtree(old)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(tmp, folder)
+    fsync_dir(folder.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def append_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Append whole lines and make them durable; a line torn by a crash is dropped by `read_jsonl_durable`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as f:
+        f.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows).encode())
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def read_jsonl_durable(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a file written by `append_jsonl`. A torn last line is cut off the file, so that appending may go on."""
+    if not path.exists():
+        return
+    good = 0
+    with open(path, "rb") as f:
+        for raw in f:
+            if not raw.endswith(b"\n"):
+                break
+            yield json.loads(raw)
+            good += len(raw)
+    if good != path.stat().st_size:
+        os.truncate(path, good)
+
+
+def hash_bytes(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def hash_json(obj: Any) -> str:
+    """Hash of the canonical JSON form (sorted keys)."""
+    return hash_bytes(json.dumps(obj, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode())
+
+
+def hash_file(path: Path) -> str:
+    h = xxhash.xxh3_128()
+    with open(path, "rb") as f:
+        while chunk := f.read(_CHUNK_BYTES):
+            h.update(chunk)
+    return h.hexdigest()

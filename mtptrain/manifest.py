@@ -1,0 +1,67 @@
+"""When a stage may be reused: each stage's folder holds a manifest with everything that determined it.
+
+`inputs` is a flat dict of JSON scalars, lists or dicts. A stage writes it to `started.json` before it begins and
+to `manifest.json` when it is complete, so that both a finished and an interrupted stage can be checked against
+what is asked for now.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mtptrain import __version__
+from mtptrain.config import OnStale
+from mtptrain.errors import StaleError, UserError
+from mtptrain.files import read_json, write_json
+
+MANIFEST = "manifest.json"
+_STARTED = "started.json"
+
+
+def changed_inputs(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Human-readable differences, one a key: `key: old -> new`."""
+    lines = []
+    for key in sorted(old.keys() | new.keys()):
+        was, now = old.get(key, "(absent)"), new.get(key, "(absent)")
+        if was != now:
+            lines.append(f"{key}: {was!r} -> {now!r}")
+    return lines
+
+
+def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool:
+    """True if `folder` holds this stage, finished, from exactly these inputs.
+
+    A folder made (or begun) from other inputs raises StaleError naming what changed; with `on_stale=redo` it is
+    deleted instead.
+    """
+    manifest, started = folder / MANIFEST, folder / _STARTED
+    found = manifest if manifest.exists() else started
+    if not found.exists():
+        return False
+    differences = changed_inputs(read_json(found)["inputs"], inputs)
+    if not differences:
+        return found == manifest
+    if on_stale is OnStale.redo:
+        shutil.rmtree(folder)
+        return False
+    shown = "; ".join(differences[:4]) + (f"; and {len(differences) - 4} more" if len(differences) > 4 else "")
+    raise StaleError(f"{folder} was made from other inputs ({shown}); use on_stale=redo to redo it, or another name=")
+
+
+def begin(folder: Path, inputs: dict[str, Any]) -> None:
+    """Note what this stage is being made from. Call after `is_complete` returned False."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / _STARTED, {"inputs": inputs, "mtptrain": __version__})
+
+
+def finish(folder: Path, inputs: dict[str, Any], results: dict[str, Any]) -> None:
+    """Mark the stage complete. `results` is what later stages and people want to know about it."""
+    write_json(folder / MANIFEST, {"inputs": inputs, "mtptrain": __version__, "results": results})
+
+
+def require(folder: Path, what: str, command: str) -> dict[str, Any]:
+    """The manifest of a finished stage, or one line that says which command makes it."""
+    if not (folder / MANIFEST).exists():
+        raise UserError(f"{what} is missing or unfinished in {folder}; make it with: {command}")
+    manifest: dict[str, Any] = read_json(folder / MANIFEST)
+    return manifest

@@ -1,0 +1,49 @@
+"""AdamW and the learning-rate schedule as a pure function of the update."""
+
+import math
+
+import torch
+from torch import nn
+
+from mtptrain.config import OptimConfig, Schedule
+
+
+def lr_factor(config: OptimConfig, update: int, total: int) -> float:
+    """Share of `lr` used for update `update` (0-based) of `total`.
+
+    Linear warm-up to 1 over `warmup * total` updates; then cosine to `min_lr_ratio`, or 1 until the last `decay * total`
+    updates and linear to `min_lr_ratio` (wsd), or constant.
+    """
+    warmup = round(config.warmup * total)
+    if update < warmup:
+        return (update + 1) / (warmup + 1)
+    floor = config.min_lr_ratio
+    if config.schedule is Schedule.cosine:
+        progress = (update - warmup) / max(total - 1 - warmup, 1)
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    if config.schedule is Schedule.wsd:
+        decay = max(round(config.decay * total), 1)
+        remaining = (total - update) / decay
+        return floor + (1 - floor) * min(remaining, 1.0)
+    return 1.0
+
+
+def build_adamw(config: OptimConfig, module: nn.Module) -> torch.optim.AdamW:
+    """Weight decay on matrices only; parameters in the order of their names."""
+    named = sorted((n, p) for n, p in module.named_parameters() if p.requires_grad)
+    groups = [
+        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)
+
+
+def moments(optimizer: torch.optim.AdamW, module: nn.Module) -> dict[str, torch.Tensor]:
+    """The optimizer's state by parameter name: `<name>.exp_avg`, `<name>.exp_avg_sq`, `<name>.step`."""
+    return {f"{name}.{key}": value for name, p in module.named_parameters() for key, value in optimizer.state.get(p, {}).items()}
+
+
+def load_moments(optimizer: torch.optim.AdamW, module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    for name, p in module.named_parameters():
+        if f"{name}.step" in tensors:
+            optimizer.state[p] = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}

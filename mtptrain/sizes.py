@@ -1,0 +1,54 @@
+"""Closed forms: parameters of targets and heads, bytes of a stored token, work of a forward. Nothing here reads a weight."""
+
+from mtptrain.config import HeadConfig, StoreConfig
+from mtptrain.target.spec import TargetSpec
+
+TOKEN_BYTES = 5
+"""A stored token's id (int32) and mask (bool)."""
+_CODEC_BYTES = {"bf16": 2}
+
+
+def attention_parameters(spec: TargetSpec, *, bias: bool, qk_norm: bool) -> int:
+    """q, k, v, o, without the output bias."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    matrices = spec.hidden_size * (2 * queries + 2 * keys)
+    return matrices + (queries + 2 * keys if bias else 0) + (2 * spec.head_dim if qk_norm else 0)
+
+
+def mlp_parameters(spec: TargetSpec) -> int:
+    """gate, up, down."""
+    return 3 * spec.hidden_size * spec.intermediate_size
+
+
+def layer_parameters(spec: TargetSpec) -> int:
+    """One decoder layer of the target, with its two norms."""
+    out_bias = spec.hidden_size if spec.attention_out_bias else 0
+    attention = attention_parameters(spec, bias=spec.attention_bias, qk_norm=spec.qk_norm)
+    return attention + out_bias + mlp_parameters(spec) + 2 * spec.hidden_size
+
+
+def ends_parameters(spec: TargetSpec) -> int:
+    """Embeddings and lm_head: one matrix where they are tied."""
+    return spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
+
+
+def target_parameters(spec: TargetSpec) -> int:
+    """All of a dense target."""
+    return spec.num_layers * layer_parameters(spec) + spec.hidden_size + ends_parameters(spec)
+
+
+def head_parameters(head: HeadConfig, spec: TargetSpec) -> int:
+    """Trainable parameters of the mtp head: the projection, one layer, and the norms that are on."""
+    bias = spec.attention_bias if head.attention_bias is None else head.attention_bias
+    qk_norm = spec.qk_norm if head.qk_norm is None else head.qk_norm
+    n = head.norms
+    norms = sum((n.embed, n.hidden, n.input, n.post_attention, n.output)) * spec.hidden_size
+    return 2 * spec.hidden_size**2 + attention_parameters(spec, bias=bias, qk_norm=qk_norm) + mlp_parameters(spec) + norms
+
+
+def stored_bytes_per_token(store: StoreConfig, captures: int, spec: TargetSpec) -> int:
+    return captures * spec.hidden_size * _CODEC_BYTES[store.codec.value] + TOKEN_BYTES
+
+
+def kv_bytes_per_token(spec: TargetSpec, element_bytes: int) -> int:
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element_bytes

@@ -1,0 +1,245 @@
+"""The precompute stage: one forward of the target over every document, its hidden states into the store.
+
+A shard is the unit of work and of resume; what is packed into one forward is a pure function of the shard, so a resumed store has the
+same bytes as one made in a single go. A shard is written while the next one is computed.
+
+N tokens of a shard, T of a document, H hidden size, V vocabulary.
+"""
+
+import gc
+import json
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from mtptrain import manifest
+from mtptrain.config import Config
+from mtptrain.config_io import config_yaml
+from mtptrain.data.documents import FILE, Document, read_documents
+from mtptrain.data.packing import pack
+from mtptrain.errors import UserError
+from mtptrain.files import hash_file, hash_json, write_text
+from mtptrain.sizes import stored_bytes_per_token
+from mtptrain.stages.parity import check_parity
+from mtptrain.store.codecs import CODECS
+from mtptrain.store.format import TOKENS, VERSION, Rejected, part_fingerprint, read_sidecar, shard_ranges
+from mtptrain.store.writer import StoreWriter
+from mtptrain.target.ends import weights_hash
+from mtptrain.target.model import capture_packed, load_model, pick_device, pick_dtype, set_threads
+from mtptrain.target.resolve import resolve_target
+from mtptrain.target.spec import TargetSpec, read_spec
+from mtptrain.target.tokenizer import tokenizer_hash
+
+REJECTS = "rejects.jsonl"
+_GIVE_UP_AFTER = 64
+"""Documents all rejected so far that make it pointless to go on."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """What one shard still needs. No captures: only its tokens."""
+
+    shard: int
+    documents: list[Document]
+    captures: list[str]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(d.tokens) for d in self.documents)
+
+
+def run(cfg: Config) -> None:
+    """Make, resume, mend or extend the store in `cfg.store_dir`. Raises UserError."""
+    manifest.require(cfg.data_dir, "the prepared data", "python -m mtptrain.prepare (with the same arguments)")
+    target = resolve_target(cfg.target)
+    spec = read_spec(target)
+    _check_captures(cfg.precompute.captures, spec)
+    set_threads(cfg.threads)
+    dtype = pick_dtype(cfg.target.dtype, pick_device(cfg.device))
+    inputs = store_inputs(cfg, target, dtype)
+    complete = manifest.is_complete(cfg.store_dir, inputs, cfg.on_stale)
+    captures = _captures_in(cfg.store_dir) if complete else []
+    wanted = captures + [c for c in cfg.precompute.captures if c not in captures]
+    documents = read_documents(cfg.data_dir)
+    if not documents:
+        raise UserError(f"{cfg.data_dir / FILE} holds no documents; prepare again with more data")
+    writer = StoreWriter(cfg.store_dir, hash_json(inputs), CODECS[cfg.store.codec.name])
+    shards = shard_ranges([len(d.tokens) for d in documents], cfg.store.shard_tokens)
+    work = plan_work(writer, documents, shards, wanted)
+    if complete and not work and captures == wanted:
+        print(f"precompute: {cfg.store_dir} is complete", flush=True)
+        return
+    _check_disk(cfg, work, spec)
+    if not complete:
+        manifest.begin(cfg.store_dir, inputs)
+    seconds = _compute(cfg, target, dtype, writer, work) if work else 0.0
+    results = _summarise(cfg.store_dir, writer, len(shards), wanted, spec.hidden_size)
+    write_text(cfg.store_dir / "config.yaml", config_yaml(cfg))
+    manifest.finish(cfg.store_dir, inputs, results)
+    _print_summary(cfg.store_dir, results, sum(w.tokens for w in work if w.captures), seconds)
+
+
+def store_inputs(cfg: Config, target: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """Everything that determines the store's bytes, except which captures it holds: those are kept per capture."""
+    return {
+        "target": weights_hash(target),
+        "tokenizer": tokenizer_hash(target),
+        "documents": hash_file(cfg.data_dir / FILE),
+        "dtype": str(dtype).removeprefix("torch."),
+        "codec": CODECS[cfg.store.codec.name].tag,
+        "shard_tokens": cfg.store.shard_tokens,
+        "batch_tokens": cfg.precompute.batch_tokens,
+        "backend": cfg.precompute.backend.name,
+        "store_format": VERSION,
+    }
+
+
+def plan_work(writer: StoreWriter, documents: list[Document], shards: list[range], captures: list[str]) -> list[Work]:
+    """The shards that lack a part, or whose part is damaged (which is said)."""
+    work = []
+    for shard, members in enumerate(shards):
+        missing, damage = writer.missing(shard, captures)
+        if damage:
+            print(f"precompute: making anew: {damage}", flush=True)
+        if missing:
+            work.append(Work(shard=shard, documents=[documents[i] for i in members], captures=[c for c in captures if c in missing]))
+    return work
+
+
+def shard_states(model: PreTrainedModel, work: Work, batch_tokens: int, bar: "tqdm[Any]") -> tuple[dict[str, Tensor], list[Rejected]]:
+    """bf16 states [N, H] of each missing capture, on the CPU, and the documents whose state is not finite (their rows are zeros)."""
+    lengths = [len(d.tokens) for d in work.documents]
+    starts = [0, *accumulate(lengths)]
+    states: dict[str, Tensor] = {}
+    rejected: dict[int, list[Rejected]] = {}
+    for batch in pack(lengths, batch_tokens) if work.captures else []:
+        found = _forward(model, [work.documents[i].tokens for i in batch], work.captures)
+        for i, state in zip(batch, found, strict=True):
+            if _not_finite(state) and len(batch) > 1:  # a NaN spreads through attention masks: ask that document alone
+                state = _forward(model, [work.documents[i].tokens], work.captures)[0]
+            rows = slice(starts[i], starts[i] + lengths[i])
+            bad = _not_finite(state)
+            if bad:
+                rejected[i] = [Rejected(id=work.documents[i].id, start=starts[i], capture=c, reason=r) for c, r in bad.items()]
+            for capture, state_TH in state.items():
+                if capture not in states:
+                    states[capture] = torch.zeros(work.tokens, state_TH.shape[1], dtype=torch.bfloat16)
+                if not bad:
+                    states[capture][rows] = state_TH
+        bar.update(sum(lengths[i] for i in batch))
+    return states, [r for i in sorted(rejected) for r in rejected[i]]
+
+
+def _forward(model: PreTrainedModel, tokens: list[list[int]], captures: list[str]) -> list[dict[str, Tensor]]:
+    """States of each document, bf16 [T, H] on the CPU, from one packed forward."""
+    packed = capture_packed(model, tokens, captures)
+    lengths = [len(t) for t in tokens]
+    split = {capture: packed[capture].to("cpu", torch.bfloat16).split(lengths) for capture in captures}
+    return [{capture: split[capture][i] for capture in captures} for i in range(len(tokens))]
+
+
+def _not_finite(state: dict[str, Tensor]) -> dict[str, str]:
+    """Captures that hold NaN or Inf (as stored: a value that overflows bf16 counts), with the word for it."""
+    bad = {capture: state_TH for capture, state_TH in state.items() if not torch.isfinite(state_TH).all()}
+    return {capture: "NaN" if torch.isnan(state_TH).any() else "Inf" for capture, state_TH in bad.items()}
+
+
+def _compute(cfg: Config, target: Path, dtype: torch.dtype, writer: StoreWriter, work: list[Work]) -> float:
+    """Forward and write; a shard is written while the next is computed. Returns the seconds this took, without loading the model."""
+    device = pick_device(cfg.device)
+    model = load_model(target, dtype, device, cfg.target.trust_remote_code)
+    if cfg.precompute.batch_tokens > 1 and (captures := sorted({c for w in work for c in w.captures})):
+        check_parity(model, target, [d for w in work for d in w.documents], captures, cfg.precompute.batch_tokens)
+    began = time.monotonic()
+    seen = lost = 0
+    pending: Future[None] | None = None
+    total = sum(w.tokens for w in work if w.captures)
+    with ThreadPoolExecutor(max_workers=1) as pool, tqdm(total=total, desc="precompute", unit="tok", unit_scale=True, mininterval=1) as bar:
+        for item in work:
+            states, rejected = shard_states(model, item, cfg.precompute.batch_tokens, bar)
+            seen, lost = seen + len(item.documents), lost + len({r.start for r in rejected})
+            if pending is not None:
+                pending.result()
+            pending = pool.submit(writer.write, item.shard, item.documents, states, rejected)
+            if lost == seen >= _GIVE_UP_AFTER:
+                raise _all_rejected(seen, rejected[0])
+        if pending is not None:
+            pending.result()
+    seconds = time.monotonic() - began
+    del model
+    gc.collect()  # transformers' modules refer to each other in cycles
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return seconds
+
+
+def _captures_in(folder: Path) -> list[str]:
+    found = manifest.require(folder, "the hidden-state store", "python -m mtptrain.precompute (with the same arguments)")
+    return list(found["results"]["captures"])
+
+
+def _check_captures(captures: list[str], spec: TargetSpec) -> None:
+    for capture in captures:
+        if capture != "final" and int(capture.removeprefix("after_")) >= spec.num_layers:
+            raise UserError(
+                f"precompute.captures={capture}: the target has {spec.num_layers} layers, so the last one is after_{spec.num_layers - 1}"
+            )
+
+
+def _check_disk(cfg: Config, work: list[Work], spec: TargetSpec) -> None:
+    """Refuse to begin what the disk cannot hold."""
+    needed = sum(w.tokens * stored_bytes_per_token(cfg.store, len(w.captures), spec) for w in work)
+    free = shutil.disk_usage(cfg.store_dir if cfg.store_dir.exists() else cfg.run_dir).free
+    if needed > free:
+        raise UserError(
+            f"the store needs {needed / 1e9:,.2f} GB in {cfg.store_dir}, {free / 1e9:,.2f} GB are free; free space, set root= to a larger "
+            "disk, or use fewer documents (data.limit) or precompute.captures"
+        )
+
+
+def _all_rejected(count: int, first: Rejected) -> UserError:
+    return UserError(
+        f"the target's states are not finite in all of the first {count} documents ({first.reason} in `{first.capture}` of {first.id}); "
+        "check the target's weights, or use target.dtype=float32 with on_stale=redo"
+    )
+
+
+def _summarise(folder: Path, writer: StoreWriter, shards: int, captures: list[str], hidden_size: int) -> dict[str, Any]:
+    """Read the sidecars back, list the rejected documents in `REJECTS`, and return the manifest's results."""
+    sidecars = [read_sidecar(folder, shard, writer.fingerprint) for shard in range(shards)]
+    entries = [entry for sidecar in sidecars for entry in sidecar.entries()]
+    rows = [{"id": r.id, "shard": s.shard, "capture": r.capture, "reason": r.reason} for s in sidecars for r in s.rejected]
+    write_text(folder / REJECTS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    documents = sum(len(s.documents) for s in sidecars)
+    if not entries:
+        raise _all_rejected(documents, sidecars[0].rejected[0])
+    codec = writer.codec.tag
+    return {
+        "captures": {c: {"codec": codec, "fingerprint": part_fingerprint(writer.fingerprint, c, codec)} for c in captures},
+        "hidden_size": hidden_size,
+        "shards": shards,
+        "documents": len(entries),
+        "rejected": documents - len(entries),
+        "tokens": sum(entry.length for entry in entries),
+        "bytes": sum(s.files[part].bytes for s in sidecars for part in [TOKENS, *captures]),
+    }
+
+
+def _print_summary(folder: Path, results: dict[str, Any], computed_tokens: int, seconds: float) -> None:
+    if results["rejected"]:
+        print(f"precompute: {results['rejected']} documents rejected (state not finite), listed in {folder / REJECTS}", flush=True)
+    rate = f", computed {computed_tokens:,} at {computed_tokens / seconds:,.0f} tokens/s" if seconds else ""
+    print(
+        f"precompute: {results['tokens']:,} tokens of {results['documents']:,} documents, {results['bytes'] / 1e6:,.1f} MB in "
+        f"{results['shards']} shards{rate} -> {folder}",
+        flush=True,
+    )

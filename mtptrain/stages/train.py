@@ -1,0 +1,144 @@
+"""The train stage: a head on the store, its best checkpoint chosen by the offline walk on held-out documents."""
+
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+
+from mtptrain import manifest
+from mtptrain.config import Config, HeadInit
+from mtptrain.config_io import config_yaml
+from mtptrain.errors import UserError
+from mtptrain.files import write_text
+from mtptrain.heads.alignment import supervised_rows
+from mtptrain.heads.mtp import MtpHead, build_head, init_from_last_layer, init_random
+from mtptrain.losses import lm_head_of
+from mtptrain.report.measurement import measure
+from mtptrain.report.tracking import Tracker
+from mtptrain.stages.context import Context, as_plain, open_context, open_store, store_fingerprint
+from mtptrain.stages.walk import walk_documents
+from mtptrain.store.reader import Store
+from mtptrain.target.ends import load_last_layer, weights_hash
+from mtptrain.trainer import FrozenEnds, Trainer
+
+
+def run(cfg: Config) -> None:
+    """Train `cfg.head` into `cfg.train_dir`, resuming where it stopped. Raises UserError."""
+    fingerprint = store_fingerprint(cfg)
+    context = open_context(cfg)
+    inputs = train_inputs(cfg, context, fingerprint)
+    if manifest.is_complete(cfg.train_dir, inputs, cfg.on_stale):
+        print(f"train: {cfg.train_dir} is complete", flush=True)
+        return
+    store = open_store(cfg)
+    documents, held_out = training_documents(store), store.indices("held_out")
+    if not held_out:
+        raise UserError(f"{cfg.store_dir} has no held-out documents; set data.held_out or data.held_out_fraction and prepare again")
+    manifest.begin(cfg.train_dir, inputs)
+    write_text(cfg.train_dir / "config.yaml", config_yaml(cfg))
+    head = initial_head(cfg, context)
+    held_out = spread(held_out, cfg.train.eval_documents)
+
+    def evaluate(trained: MtpHead) -> dict[str, Any]:
+        walks, _ = walk_documents(trained, context, store, held_out, [cfg.validate.k])
+        return measure(walks[cfg.validate.k], cfg.validate.k)["overall"]
+
+    loss_ids = vocabulary_ids(cfg, context, store, documents)
+    ends = FrozenEnds(
+        embed_VH=context.ends.embed_VH,
+        embed_scale=context.spec.embed_scale,
+        loss_head=context.lm_head if loss_ids is None else lm_head_of(context.spec, context.ends.lm_head_VH, loss_ids),
+        full_head=context.lm_head,
+    )
+    torch.use_deterministic_algorithms(True)
+    with Tracker(cfg) as tracker:
+        trainer = Trainer(
+            cfg.train, cfg.seed, head, ends, store, documents, cfg.train_dir, context.dtype, context.device, evaluate, tracker.log
+        )
+        _print_start(cfg, head, store, documents, len(trainer.updates))
+        began = time.monotonic()
+        progress = trainer.run()
+    results = {
+        "updates": progress.update,
+        "tokens": progress.tokens,
+        "supervised_rows": progress.supervised,
+        "seconds": progress.seconds,
+        "best_update": progress.best_update,
+        "best_mean_accepted_length": progress.best_score,
+        "parameters": sum(p.numel() for p in head.parameters()),
+    }
+    manifest.finish(cfg.train_dir, inputs, results)
+    print(
+        f"train: {progress.update} updates, {progress.supervised:,} supervised rows in {time.monotonic() - began:.0f} s; best walk "
+        f"{progress.best_score:.3f} at update {progress.best_update} (K={cfg.validate.k}, {len(held_out)} held-out documents)",
+        flush=True,
+    )
+
+
+def train_inputs(cfg: Config, context: Context, fingerprint: str) -> dict[str, Any]:
+    """Everything that determines the trained weights."""
+    train = as_plain(cfg.train)
+    for cadence in ("log_every", "checkpoint_every", "keep"):
+        del train[cadence]
+    return {
+        "store": fingerprint,
+        "target": weights_hash(context.folder),
+        "head": {k: v for k, v in as_plain(cfg.head).items() if k != "label"},
+        "train": train,
+        "seed": cfg.seed,
+        "k": cfg.validate.k,
+        "dtype": str(context.dtype).removeprefix("torch."),
+    }
+
+
+def training_documents(store: Store) -> list[int]:
+    """Training documents with at least one row to train on."""
+    documents = [i for i in store.indices("train") if supervised_rows(store.entries[i].spans)]
+    if not documents:
+        raise UserError(f"{store.folder} has no training document with a supervised row; prepare more data")
+    return documents
+
+
+def spread(items: list[int], count: int) -> list[int]:
+    """At most `count` of the items, evenly spaced, so that every source is among them."""
+    if len(items) <= count:
+        return items
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def initial_head(cfg: Config, context: Context) -> MtpHead:
+    head = build_head(cfg.head, context.spec)
+    init_random(head, cfg.head.init_std, cfg.seed)
+    if cfg.head.init is HeadInit.last_layer:
+        init_from_last_layer(head, context.spec, load_last_layer(context.folder), context.ends.final_norm_H.cpu())
+    return head.to(context.device)
+
+
+def vocabulary_ids(cfg: Config, context: Context, store: Store, documents: list[int]) -> torch.Tensor | None:
+    """Ids the loss is taken over: the most frequent supervised ones of the training split and the end markers; None for all."""
+    size = cfg.train.loss.vocabulary
+    if size is None or size >= context.spec.vocab_size:
+        return None
+    counts: Counter[int] = Counter()
+    for i in documents:
+        tokens = store.tokens(i).tolist()
+        for start, end in store.entries[i].spans:
+            counts.update(tokens[start:end])
+    ranked = sorted(range(context.spec.vocab_size), key=lambda t: (-counts[t], t))
+    chosen = set(ranked[:size]) | set(context.spec.eos_token_ids)
+    covered = sum(counts[t] for t in chosen) / counts.total()
+    print(
+        f"train: the loss is taken over {len(chosen):,} of {context.spec.vocab_size:,} ids ({covered:.1%} of supervised tokens)", flush=True
+    )
+    return torch.tensor(sorted(chosen), device=context.device)
+
+
+def _print_start(cfg: Config, head: MtpHead, store: Store, documents: list[int], updates: int) -> None:
+    parameters = sum(p.numel() for p in head.parameters())
+    rows = sum(supervised_rows(store.entries[i].spans) for i in documents)
+    print(
+        f"train: {cfg.head.kind.name} head, {parameters:,} parameters, {len(documents):,} documents, {rows:,} supervised rows, "
+        f"{cfg.train.epochs} epochs, {updates:,} updates",
+        flush=True,
+    )

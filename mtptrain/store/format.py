@@ -1,0 +1,180 @@
+"""The store on disk: names, sidecars and the checks that name a damaged file. README.md beside this file describes it.
+
+A *part* of a shard is `tokens` or a capture (`final`, `after_<i>`): one safetensors file each. The sidecar is written last, so a
+shard without one was not finished.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from mtptrain.errors import UserError
+from mtptrain.files import hash_file, hash_json, write_json
+
+VERSION = 1
+TOKENS = "tokens"
+METADATA_KEY = "mtptrain"
+
+
+class StoreDamage(UserError):
+    """A file of the store is missing, cut short, altered or of another store. `problem` names it."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; run precompute again to make it anew")
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A document's place in the store: rows start .. start+length of every part of `shard`."""
+
+    id: str
+    source: str
+    split: str
+    shard: int
+    start: int
+    length: int
+    spans: list[tuple[int, int]]
+    """Half-open ranges inside the document."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PartFile:
+    """What a sound file of a part is like."""
+
+    bytes: int
+    hash: str
+    """XXH3-128 of the whole file."""
+    fingerprint: str
+    """Of everything that determined the part; the file's header repeats it."""
+    codec: dict[str, Any] | None = None
+    """None for `tokens`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Rejected:
+    """A document whose state in `capture` is not finite. Its rows are zeros and it is no entry."""
+
+    id: str
+    start: int
+    capture: str
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Sidecar:
+    """The index of a shard."""
+
+    shard: int
+    fingerprint: str
+    """Of the store's inputs."""
+    tokens: int
+    documents: list[Entry] = field(default_factory=list)
+    """All of the shard, rejected ones too, in order."""
+    rejected: list[Rejected] = field(default_factory=list)
+    files: dict[str, PartFile] = field(default_factory=dict)
+
+    def entries(self) -> list[Entry]:
+        gone = {r.start for r in self.rejected}
+        return [entry for entry in self.documents if entry.start not in gone]
+
+
+def sidecar_path(folder: Path, shard: int) -> Path:
+    return folder / f"{shard:05d}.json"
+
+
+def part_path(folder: Path, shard: int, part: str) -> Path:
+    return folder / f"{shard:05d}.{part}.safetensors"
+
+
+def corrupt_path(path: Path) -> Path:
+    """Where a corrupt file is set aside until it is made anew."""
+    return path.with_name(f"{path.name}.corrupt")
+
+
+def part_fingerprint(store_fingerprint: str, part: str, codec: dict[str, Any] | None) -> str:
+    return hash_json([store_fingerprint, part, codec])
+
+
+def header_identity(fingerprint: str, shard: int) -> str:
+    """What a part's header says about itself, so that a file of another shard or store is told by its header alone."""
+    return f"{fingerprint}/{shard}"
+
+
+def shard_ranges(lengths: Sequence[int], shard_tokens: int) -> list[range]:
+    """Documents of each shard, in order. A shard closes before the document that would take it past `shard_tokens`; a longer document
+    is a shard of its own.
+
+    >>> shard_ranges([4, 4, 3, 20, 1], shard_tokens=8)
+    [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]
+    """
+    ranges: list[range] = []
+    first = held = 0
+    for index, length in enumerate(lengths):
+        if index > first and held + length > shard_tokens:
+            ranges.append(range(first, index))
+            first, held = index, 0
+        held += length
+    return [*ranges, range(first, len(lengths))] if lengths else ranges
+
+
+def write_sidecar(folder: Path, sidecar: Sidecar) -> None:
+    body = json.loads(json.dumps(asdict(sidecar)))
+    write_json(sidecar_path(folder, sidecar.shard), {"version": VERSION, "hash": hash_json(body), **body})
+
+
+def read_sidecar(folder: Path, shard: int, fingerprint: str) -> Sidecar:
+    """The shard's sidecar, whole and of this store. Raises StoreDamage."""
+    path = sidecar_path(folder, shard)
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StoreDamage(f"{path} is missing: shard {shard} is unfinished") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise StoreDamage(f"{path} is damaged ({e})") from e
+    if not isinstance(body, dict) or body.pop("version", None) != VERSION or body.pop("hash", None) != hash_json(body):
+        raise StoreDamage(f"{path} is damaged or of another store version")
+    if (body["shard"], body["fingerprint"]) != (shard, fingerprint):
+        raise StoreDamage(f"{path} is shard {body['shard']} of another store or place")
+    return Sidecar(
+        shard=shard,
+        fingerprint=fingerprint,
+        tokens=body["tokens"],
+        documents=[Entry(**{**d, "spans": [(s[0], s[1]) for s in d["spans"]]}) for d in body["documents"]],
+        rejected=[Rejected(**r) for r in body["rejected"]],
+        files={part: PartFile(**f) for part, f in body["files"].items()},
+    )
+
+
+def check_part(folder: Path, sidecar: Sidecar, part: str) -> None:
+    """Presence, size and header of a part's file, without reading its data. Raises StoreDamage."""
+    path = part_path(folder, sidecar.shard, part)
+    record = sidecar.files.get(part)
+    if record is None or not path.exists():
+        raise StoreDamage(f"{path} is missing")
+    if (size := path.stat().st_size) != record.bytes:
+        raise StoreDamage(f"{path} is cut short or altered ({size} bytes instead of {record.bytes})")
+    try:
+        with safe_open(path, "pt") as f:
+            identity = (f.metadata() or {}).get(METADATA_KEY)
+            rows = {f.get_slice(name).get_shape()[0] for name in (["tokens", "mask"] if part == TOKENS else ["data"])}
+    except SafetensorError as e:
+        raise StoreDamage(f"{path} has a damaged header ({e})") from e
+    if identity != header_identity(record.fingerprint, sidecar.shard):
+        raise StoreDamage(f"{path} belongs to another shard or store")
+    if rows != {sidecar.tokens}:
+        raise StoreDamage(f"{path} holds {sorted(rows)} rows instead of {sidecar.tokens}")
+
+
+def check_content(folder: Path, sidecar: Sidecar, part: str) -> None:
+    """Hash a part's whole file. Raises StoreDamage if it differs, having set the file aside so that precompute finds it missing."""
+    path = part_path(folder, sidecar.shard, part)
+    if not path.exists():
+        raise StoreDamage(f"{path} is missing")
+    if hash_file(path) != sidecar.files[part].hash:
+        path.replace(corrupt_path(path))
+        raise StoreDamage(f"{path} is corrupt (its content hash differs) and was renamed to {corrupt_path(path).name}")

@@ -1,0 +1,82 @@
+"""Reads the store: an index of documents in memory, states memory-mapped from disk.
+
+T tokens of a document, H hidden size.
+"""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from mtptrain import manifest
+from mtptrain.errors import UserError
+from mtptrain.files import hash_json
+from mtptrain.store.codecs import CODECS
+from mtptrain.store.format import TOKENS, Entry, Sidecar, check_content, check_part, part_path, read_sidecar
+
+_MAPPED_FILES = 4096
+"""Files mapped at once; the kernel's default limit is 65,530 maps a process."""
+
+
+class Store:
+    """`entries` are the documents in global order. Opening checks sizes and headers; a file's hash is checked when it is first read."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], sidecars: list[Sidecar]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.entries: list[Entry] = [entry for sidecar in sidecars for entry in sidecar.entries()]
+        self._sidecars = sidecars
+        self._sound: set[tuple[int, str]] = set()
+        self._mapped: OrderedDict[tuple[int, str], dict[str, Tensor]] = OrderedDict()
+
+    @classmethod
+    def open(cls, folder: Path, captures: list[str]) -> "Store":
+        """The finished store in `folder`, with what `captures` needs checked. Raises UserError that names what is missing or damaged."""
+        found = manifest.require(folder, "the hidden-state store", "python -m mtptrain.precompute (with the same arguments)")
+        stored = found["results"]["captures"]
+        if absent := [c for c in captures if c not in stored]:
+            raise UserError(
+                f"{folder} has no capture {absent[0]} (only {', '.join(stored)}); name it in precompute.captures and run precompute"
+            )
+        sidecars = [read_sidecar(folder, shard, hash_json(found["inputs"])) for shard in range(found["results"]["shards"])]
+        for sidecar in sidecars:
+            for part in [TOKENS, *captures]:
+                check_part(folder, sidecar, part)
+        return cls(folder, found, sidecars)
+
+    def indices(self, split: str) -> list[int]:
+        """Global indices of a split's documents."""
+        return [i for i, entry in enumerate(self.entries) if entry.split == split]
+
+    def tokens(self, i: int) -> Tensor:
+        """Token ids of document `i`, int64 [T]."""
+        entry = self.entries[i]
+        return self._part(entry.shard, TOKENS)["tokens"][entry.start : entry.start + entry.length].long()
+
+    def mask(self, i: int) -> Tensor:
+        """Supervision of document `i`, bool [T]: true on tokens of its spans."""
+        entry = self.entries[i]
+        return self._part(entry.shard, TOKENS)["mask"][entry.start : entry.start + entry.length].bool()
+
+    def state(self, i: int, capture: str) -> Tensor:
+        """Hidden states of document `i` at `capture`, bf16 [T, H]: a view of the mapped file, not to be written to."""
+        entry = self.entries[i]
+        tensors = self._part(entry.shard, capture)
+        codec = CODECS[self.manifest["results"]["captures"][capture]["codec"]["name"]]
+        return codec.decode(tensors, entry.start, entry.start + entry.length)
+
+    def _part(self, shard: int, part: str) -> dict[str, Tensor]:
+        key = (shard, part)
+        if key in self._mapped:
+            self._mapped.move_to_end(key)
+            return self._mapped[key]
+        if key not in self._sound:
+            check_content(self.folder, self._sidecars[shard], part)
+            self._sound.add(key)
+        with safe_open(part_path(self.folder, shard, part), "pt") as f:
+            self._mapped[key] = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+        if len(self._mapped) > _MAPPED_FILES:
+            self._mapped.popitem(last=False)
+        return self._mapped[key]

@@ -1,0 +1,115 @@
+"""Writes shards: each part's file first, the sidecar that makes them count last."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from mtptrain.data.documents import Document
+from mtptrain.errors import UserError
+from mtptrain.files import hash_bytes, write_atomic
+from mtptrain.store.codecs import StateCodec
+from mtptrain.store.format import (
+    METADATA_KEY,
+    TOKENS,
+    Entry,
+    PartFile,
+    Rejected,
+    Sidecar,
+    StoreDamage,
+    check_part,
+    corrupt_path,
+    header_identity,
+    part_fingerprint,
+    part_path,
+    read_sidecar,
+    sidecar_path,
+    write_sidecar,
+)
+
+
+class StoreWriter:
+    """`fingerprint` stands for everything that determined the store (its inputs); it is in every file."""
+
+    def __init__(self, folder: Path, fingerprint: str, codec: StateCodec) -> None:
+        self.folder = folder
+        self.fingerprint = fingerprint
+        self.codec = codec
+
+    def missing(self, shard: int, captures: Sequence[str]) -> tuple[list[str], str | None]:
+        """Parts of `shard` that must be made, and what is damaged (None if they simply are not there yet)."""
+        parts, damage = [TOKENS, *captures], None
+        if not sidecar_path(self.folder, shard).exists():
+            return parts, None
+        try:
+            sidecar = read_sidecar(self.folder, shard, self.fingerprint)
+        except StoreDamage as e:
+            return parts, e.problem
+        missing = []
+        for part in parts:
+            try:
+                check_part(self.folder, sidecar, part)
+            except StoreDamage as e:
+                missing.append(part)
+                damage = e.problem if part in sidecar.files else damage
+        return missing, damage
+
+    def write(self, shard: int, documents: Sequence[Document], states: dict[str, Tensor], rejected: Sequence[Rejected] = ()) -> None:
+        """Add the captures of `states` (bf16 [N, H], N = all tokens of `documents` in order) to a shard; its tokens too where they are
+        not there. Files of other captures stay untouched. Raises UserError when the disk refuses, ValueError on a state that is not finite.
+        """
+        try:
+            sidecar = read_sidecar(self.folder, shard, self.fingerprint)
+        except StoreDamage:
+            sidecar = _new_sidecar(shard, self.fingerprint, documents)
+        try:
+            check_part(self.folder, sidecar, TOKENS)
+        except StoreDamage:
+            sidecar.files[TOKENS] = self._write_part(shard, TOKENS, _token_tensors(documents))
+        for capture, state_NH in states.items():
+            if state_NH.shape[0] != sidecar.tokens:
+                raise ValueError(f"capture {capture} of shard {shard} has {state_NH.shape[0]} rows for {sidecar.tokens} tokens")
+            if not torch.isfinite(state_NH).all():
+                raise ValueError(f"capture {capture} of shard {shard} holds NaN or Inf")
+            sidecar.files[capture] = self._write_part(shard, capture, self.codec.encode(state_NH))
+        sidecar.rejected = [r for r in sidecar.rejected if r.capture not in states] + list(rejected)
+        write_sidecar(self.folder, sidecar)
+
+    def _write_part(self, shard: int, part: str, tensors: dict[str, Tensor]) -> PartFile:
+        codec = None if part == TOKENS else self.codec.tag
+        fingerprint = part_fingerprint(self.fingerprint, part, codec)
+        payload = save(tensors, metadata={METADATA_KEY: header_identity(fingerprint, shard)})
+        path = part_path(self.folder, shard, part)
+        try:
+            write_atomic(path, lambda tmp: _write_bytes(tmp, payload))
+            corrupt_path(path).unlink(missing_ok=True)
+        except OSError as e:
+            raise UserError(f"cannot write {path}: {e.strerror}; mend that and run precompute again, finished shards are kept") from e
+        return PartFile(bytes=len(payload), hash=hash_bytes(payload), fingerprint=fingerprint, codec=codec)
+
+
+def _write_bytes(path: Path, payload: bytes) -> None:
+    path.write_bytes(payload)
+
+
+def _new_sidecar(shard: int, fingerprint: str, documents: Sequence[Document]) -> Sidecar:
+    entries, start = [], 0
+    for d in documents:
+        length = len(d.tokens)
+        entries.append(Entry(id=d.id, source=d.source, split=d.split, shard=shard, start=start, length=length, spans=d.spans))
+        start += length
+    return Sidecar(shard=shard, fingerprint=fingerprint, tokens=start, documents=entries)
+
+
+def _token_tensors(documents: Sequence[Document]) -> dict[str, Tensor]:
+    """`tokens` int32 [N] and `mask` uint8 [N], 1 on the tokens of a span."""
+    tokens_N = torch.tensor([t for d in documents for t in d.tokens], dtype=torch.int32)
+    mask_N = torch.zeros(len(tokens_N), dtype=torch.uint8)
+    start = 0
+    for d in documents:
+        for first, stop in d.spans:
+            mask_N[start + first : start + stop] = 1
+        start += len(d.tokens)
+    return {"tokens": tokens_N, "mask": mask_N}

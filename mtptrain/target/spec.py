@@ -1,0 +1,217 @@
+"""What mtptrain knows of a target from its config.json alone.
+
+A model type is read only if it is in `FAMILIES`: reading an unknown one as if it were a Llama would train on wrong
+norms, scales or rotations without a sign of it.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtptrain.errors import UserError
+
+
+@dataclass(slots=True, kw_only=True)
+class TargetSpec:
+    """Architecture facts of a target, in one vocabulary for all model types. Sizes in elements."""
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rms_norm_offset: float = 0.0
+    """RMSNorm multiplies by (offset + weight): 0 for Llama, 1 for Gemma."""
+    norm_type: str = "rms"
+    """`layer`: the target's norms subtract the mean first (Cohere), weight without bias."""
+    hidden_act: str = "silu"
+    rope: dict[str, Any] = field(default_factory=dict)
+    """transformers-5 `rope_parameters` of full-attention layers: rope_theta, rope_type and the type's own keys."""
+    last_layer_rope: dict[str, Any] | None = None
+    """`rope_parameters` of the last layer where they differ from `rope` (a sliding last layer of Gemma 3)."""
+    attention_bias: bool = False
+    """Bias on q, k, v."""
+    attention_out_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    """Window of the last layer if it slides, else None."""
+    tie_word_embeddings: bool = False
+    embed_scale: float = 1.0
+    """Embeddings are multiplied by this (Gemma: sqrt(hidden_size))."""
+    logit_scale: float = 1.0
+    """Logits are multiplied by this (Granite divides by logits_scaling, Cohere multiplies by logit_scale)."""
+    logit_softcap: float | None = None
+    """logits = softcap * tanh(logits / softcap)."""
+    attention_scale: float | None = None
+    """Score factor where it is not head_dim ** -0.5."""
+    attention_softcap: float | None = None
+    residual_scale: float = 1.0
+    """Attention and MLP outputs are multiplied by this before they are added (Granite)."""
+    eos_token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Family:
+    """What a config.json does not say of its model type."""
+
+    qkv_bias: str = ""
+    """`always`, a config key that decides, or empty."""
+    out_bias: str = ""
+    qk_norm: str = ""
+    """As above."""
+    gemma_norm: bool = False
+    layer_norm: bool = False
+    embed_sqrt: bool = False
+    fused: bool = False
+    """q, k, v and gate, up are stored as one matrix each; they are split when read."""
+    mla: bool = False
+    odd_layer: str = ""
+    """Why the last layer can't initialise a pre-norm GQA layer with one gated MLP; empty where it can."""
+
+
+_EXPERTS = "its last layer has experts instead of one MLP"
+_LATENT = "its attention is latent (MLA)"
+_SANDWICH = "its layers also norm what attention and MLP return"
+_LLAMA: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+FAMILIES = {
+    "llama": Family(**_LLAMA),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias="always"),
+    "qwen3": Family(**_LLAMA, qk_norm="always"),
+    "seed_oss": Family(qkv_bias="attention_bias", out_bias="attention_out_bias"),
+    "smollm3": Family(**_LLAMA, odd_layer="some of its layers have no rotary embedding"),
+    "granite": Family(**_LLAMA),
+    "phi3": Family(fused=True),
+    "gemma": Family(**_LLAMA, gemma_norm=True, embed_sqrt=True),
+    "gemma2": Family(**_LLAMA, gemma_norm=True, embed_sqrt=True, odd_layer=_SANDWICH),
+    "gemma3_text": Family(**_LLAMA, gemma_norm=True, embed_sqrt=True, qk_norm="always", odd_layer=_SANDWICH),
+    "cohere": Family(**_LLAMA, layer_norm=True, qk_norm="use_qk_norm", odd_layer="attention and MLP run side by side in its layers"),
+    "cohere2": Family(**_LLAMA, layer_norm=True, odd_layer="attention and MLP run side by side in its layers"),
+    "olmo2": Family(**_LLAMA, qk_norm="always", odd_layer="its layers norm outputs, not inputs"),
+    "olmo3": Family(**_LLAMA, qk_norm="always", odd_layer="its layers norm outputs, not inputs"),
+    "mixtral": Family(odd_layer=_EXPERTS),
+    "qwen2_moe": Family(qkv_bias="qkv_bias", odd_layer=_EXPERTS),
+    "qwen3_moe": Family(**_LLAMA, qk_norm="always", odd_layer=_EXPERTS),
+    "deepseek_v2": Family(mla=True, odd_layer=_LATENT),
+    "deepseek_v3": Family(mla=True, odd_layer=_LATENT),
+}
+_REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def spec_from_config(config: dict[str, Any]) -> TargetSpec:
+    """Facts of a target from the parsed config.json, old or new schema. UserError for a model type not in `FAMILIES`."""
+    family = _family(config)
+    if missing := [key for key in _REQUIRED if key not in config]:
+        raise UserError(f"config.json of this {config['model_type']} target lacks {', '.join(missing)}; take a complete folder")
+    full = full_config(config)
+    rope, last_rope, window = _rope(full), _last_rope(full), _last_window(full)
+    head_dim = full.v_head_dim if family.mla else getattr(full, "head_dim", None) or full.hidden_size // full.num_attention_heads
+    offset = 1.0 if family.gemma_norm else 0.0
+    return TargetSpec(
+        model_type=full.model_type,
+        hidden_size=full.hidden_size,
+        intermediate_size=full.intermediate_size,
+        num_layers=full.num_hidden_layers,
+        num_heads=full.num_attention_heads,
+        num_kv_heads=getattr(full, "num_key_value_heads", None) or full.num_attention_heads,
+        head_dim=head_dim,
+        vocab_size=full.vocab_size,
+        max_position_embeddings=full.max_position_embeddings,
+        rms_norm_eps=full.layer_norm_eps if family.layer_norm else full.rms_norm_eps,
+        rms_norm_offset=offset,
+        norm_type="layer" if family.layer_norm else "rms",
+        hidden_act=getattr(full, "hidden_activation", None) or full.hidden_act,
+        rope=rope,
+        last_layer_rope=last_rope if last_rope != rope else None,
+        attention_bias=_says(full, family.qkv_bias),
+        attention_out_bias=_says(full, family.out_bias),
+        qk_norm=_says(full, family.qk_norm),
+        sliding_window=window,
+        tie_word_embeddings=bool(full.tie_word_embeddings),
+        embed_scale=full.hidden_size**0.5 if family.embed_sqrt else float(getattr(full, "embedding_multiplier", 1.0)),
+        logit_scale=float(getattr(full, "logit_scale", 1.0)) / float(getattr(full, "logits_scaling", 1.0)),
+        logit_softcap=getattr(full, "final_logit_softcapping", None),
+        attention_scale=_attention_scale(full, head_dim),
+        attention_softcap=getattr(full, "attn_logit_softcapping", None),
+        residual_scale=float(getattr(full, "residual_multiplier", 1.0)),
+        eos_token_ids=id_list(full.eos_token_id),
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json of a target's folder."""
+    path = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise UserError(f"{path} is missing; target.path must be a Hugging Face model folder") from e
+    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise UserError(f"{path} is not valid JSON ({e}); fetch the target again") from e
+    return config
+
+
+def read_spec(folder: Path) -> TargetSpec:
+    """Facts of the target in `folder`."""
+    return spec_from_config(read_config(folder))
+
+
+def full_config(config: dict[str, Any]) -> Any:
+    """The transformers config object: class defaults filled in, RoPE in the transformers-5 schema. `config` is not changed."""
+    from transformers import AutoConfig
+
+    _family(config)
+    copied = json.loads(json.dumps(config))
+    return AutoConfig.for_model(copied.pop("model_type"), **copied)
+
+
+def id_list(value: int | list[int] | None) -> list[int]:
+    """Token ids of a config key that holds none, one or several."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _family(config: dict[str, Any]) -> Family:
+    model_type = config.get("model_type")
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    own_code = " (it needs the folder's own code)" if "auto_map" in config else ""
+    raise UserError(f"config.json: model_type {model_type!r} can't be read{own_code}; mtptrain reads {', '.join(sorted(FAMILIES))}")
+
+
+def _says(full: Any, key: str) -> bool:
+    return key == "always" or (key != "" and bool(getattr(full, key, False)))
+
+
+def _layer_types(full: Any) -> list[str]:
+    return getattr(full, "layer_types", None) or ["full_attention"] * full.num_hidden_layers
+
+
+def _rope(full: Any) -> dict[str, Any]:
+    parameters = full.rope_parameters
+    return dict(parameters.get("full_attention", parameters))
+
+
+def _last_rope(full: Any) -> dict[str, Any]:
+    parameters = full.rope_parameters
+    return dict(parameters.get(_layer_types(full)[-1], parameters))
+
+
+def _last_window(full: Any) -> int | None:
+    if getattr(full, "layer_types", None) and _layer_types(full)[-1] != "sliding_attention":
+        return None
+    return getattr(full, "sliding_window", None)
+
+
+def _attention_scale(full: Any, head_dim: int) -> float | None:
+    if (scalar := getattr(full, "query_pre_attn_scalar", None)) is not None:
+        return None if scalar == head_dim else float(scalar) ** -0.5
+    if (multiplier := getattr(full, "attention_multiplier", None)) is not None:
+        return None if multiplier == head_dim**-0.5 else float(multiplier)
+    return None

@@ -1,0 +1,230 @@
+"""The training loop: packed documents from the store, unrolled draft steps, one optimizer update after another.
+
+Deterministic given the seed: batches are a pure function of (seed, epoch), so a run killed anywhere and resumed ends with
+the same bits (one process, same threads and device).
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mtptrain.batches import Batch, load_batch
+from mtptrain.checkpoint import checkpoints, load_checkpoint, prune, save_checkpoint
+from mtptrain.config import TrainConfig
+from mtptrain.data.order import epoch_batches
+from mtptrain.errors import UserError
+from mtptrain.files import append_jsonl, read_jsonl_durable, write_text
+from mtptrain.heads.alignment import supervised_rows
+from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.unroll import Unroll
+from mtptrain.losses import LmHead, RowStatistics, distillation_kl, hidden_match, step_weights
+from mtptrain.optim import build_adamw, load_moments, lr_factor, moments
+from mtptrain.store.reader import Store
+
+LOG = "log.jsonl"
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where training stands; saved with each checkpoint."""
+
+    update: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    """Valid step-0 rows trained on so far."""
+    seconds: float = 0.0
+    best_score: float = -1.0
+    best_update: int = -1
+
+
+@dataclass(slots=True)
+class FrozenEnds:
+    """The target's frozen ends as the loss and the walk use them."""
+
+    embed_VH: Tensor
+    embed_scale: float
+    loss_head: LmHead
+    """lm_head over the vocabulary of the loss."""
+    full_head: LmHead
+
+
+class Trainer:
+    """Owns the head, its optimizer and the position in the data.
+
+    `evaluate(head)` returns a dict with at least `mean_accepted_length`; the best checkpoint is chosen by it.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        seed: int,
+        head: MtpHead,
+        ends: FrozenEnds,
+        store: Store,
+        documents: list[int],
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        evaluate: Callable[[MtpHead], dict[str, Any]],
+        on_log: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.config, self.head, self.ends, self.store, self.folder = config, head, ends, store, folder
+        self._dtype, self._device, self._evaluate, self._on_log = dtype, device, evaluate, on_log
+        lengths = [store.entries[i].length for i in documents]
+        batches = [
+            b for e in range(config.epochs) for b in epoch_batches(documents, lengths, budget=config.batch_tokens, seed=seed, epoch=e)
+        ]
+        groups = [batches[i : i + config.accumulate] for i in range(0, len(batches), config.accumulate)]
+        self.updates = groups[: config.max_updates]
+        self.weights = step_weights(config.steps, config.loss.step_decay, config.loss.step_weights)
+        self.optimizer = build_adamw(config.optim, head)
+        self.ema = {n: p.detach().clone() for n, p in head.named_parameters()} if config.ema else {}
+        self.progress = Progress()
+
+    # -- one update ---------------------------------------------------------------------------------------------------
+
+    def batch_loss(self, batch: Batch) -> tuple[Tensor, list[RowStatistics]]:
+        """Weighted loss summed over the batch's valid rows, and each step's statistics."""
+        rows, steps = batch.rows, self.config.steps
+        unroll = Unroll(self.head, self.ends.embed_VH, self.ends.embed_scale, documents=len(batch.documents))
+        unroll.extend(batch.token_T[rows.input_RK[:, 0]], batch.final_TH[rows.row_R], rows.position_R, rows.document_R)
+        alive_R = rows.valid_RK[:, 0].nonzero().squeeze(-1)
+        states, teachers = [unroll.start(alive_R)], [rows.teacher_RK[alive_R, 0]]
+        for step in range(1, steps):
+            keep_A = rows.valid_RK[alive_R, step].nonzero().squeeze(-1)
+            alive_R = alive_R[keep_A]
+            states.append(unroll.advance(keep_A, batch.token_T[rows.input_RK[alive_R, step]]))
+            teachers.append(rows.teacher_RK[alive_R, step])
+        sizes = [len(t) for t in teachers]
+        weight_S = torch.cat([torch.full((n,), w, device=self._device) for n, w in zip(sizes, self.weights, strict=True)])
+        state_SH, teacher_S = torch.cat(states), torch.cat(teachers)
+        loss, statistics = distillation_kl(state_SH, weight_S, teacher_S, batch.final_TH, self.ends.loss_head, self.config.loss.chunk_rows)
+        if self.config.loss.hidden_weight:
+            loss = loss + self.config.loss.hidden_weight * hidden_match(state_SH, weight_S, teacher_S, batch.final_TH)
+        parts = zip(statistics.kl_S.split(sizes), statistics.overlap_S.split(sizes), statistics.match_S.split(sizes), strict=True)
+        return loss, [RowStatistics(*part) for part in parts]
+
+    def update(self, batches: list[list[int]]) -> dict[str, Any]:
+        """One optimizer update over `batches`; returns its log row."""
+        entries = self.store.entries
+        rows = sum(supervised_rows(entries[i].spans) for documents in batches for i in documents)
+        factor = lr_factor(self.config.optim, self.progress.update, len(self.updates))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.optim.lr * factor
+        self.optimizer.zero_grad(set_to_none=True)
+        total, statistics = 0.0, []
+        for documents in batches:
+            batch = load_batch(self.store, documents, self.config.steps, self._dtype, self._device)
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
+                loss, steps = self.batch_loss(batch)
+            value = float(loss.detach()) / rows
+            if value != value or value in (float("inf"), float("-inf")):
+                names = ", ".join(entries[i].id for i in documents)
+                raise UserError(f"loss is {value} at update {self.progress.update}; weights are unchanged; its documents: {names}")
+            (loss / rows).backward()
+            total += value
+            statistics.append(steps)
+        norm = self._clip()
+        self.optimizer.step()
+        self._average()
+        self.progress.update += 1
+        self.progress.tokens += sum(entries[i].length for documents in batches for i in documents)
+        self.progress.supervised += rows
+        return {"loss": total, "lr": self.config.optim.lr * factor, "grad_norm": norm, **_summary(statistics)}
+
+    def _clip(self) -> float:
+        limit = self.config.optim.clip or float("inf")
+        return float(torch.nn.utils.clip_grad_norm_(self.head.parameters(), limit, error_if_nonfinite=True))
+
+    def _average(self) -> None:
+        for name, parameter in self.head.named_parameters() if self.ema else ():
+            self.ema[name].lerp_(parameter.detach(), 1 - self.config.ema)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Progress:
+        """Train to the end, from the newest checkpoint if there is one."""
+        self._resume()
+        last_log = (time.monotonic(), self.progress.tokens, self.progress.supervised)
+        total = len(self.updates)
+        with tqdm(total=total, initial=self.progress.update, desc="train", unit="update", mininterval=1.0) as bar:
+            while self.progress.update < total:
+                began = time.monotonic()
+                row = self.update(self.updates[self.progress.update])
+                self.progress.seconds += time.monotonic() - began
+                bar.update()
+                done = self.progress.update
+                if done % self.config.log_every == 0 or done == total:
+                    now = (time.monotonic(), self.progress.tokens, self.progress.supervised)
+                    elapsed = now[0] - last_log[0]
+                    row["tokens_per_second"] = (now[1] - last_log[1]) / elapsed
+                    row["supervised_per_second"] = (now[2] - last_log[2]) / elapsed
+                    last_log = now
+                    self._log({"update": done, **row})
+                if done % self.config.eval_every == 0 or done == total:
+                    self._evaluate_and_keep_best()
+                if done % self.config.checkpoint_every == 0 or done == total:
+                    self._save()
+        return self.progress
+
+    def _log(self, row: dict[str, Any]) -> None:
+        append_jsonl(self.folder / LOG, [row])
+        self._on_log(row)
+
+    def evaluated_weights(self) -> dict[str, Tensor]:
+        """The weights that are evaluated and exported: the average where there is one."""
+        return self.ema or {n: p.detach() for n, p in self.head.named_parameters()}
+
+    def _evaluate_and_keep_best(self) -> None:
+        trained = {n: p.detach().clone() for n, p in self.head.named_parameters()}
+        self.head.load_state_dict(self.evaluated_weights())
+        result = self._evaluate(self.head)
+        score = result["mean_accepted_length"]
+        if score > self.progress.best_score:
+            self.progress.best_score, self.progress.best_update = score, self.progress.update
+            save_checkpoint(self.folder / "best", {"head": self.evaluated_weights()}, {"update": self.progress.update, "walk": result})
+        self.head.load_state_dict(trained)
+        self._log({"update": self.progress.update, "walk": result})
+
+    def _save(self) -> None:
+        groups = {
+            "head": {n: p.detach() for n, p in self.head.named_parameters()},
+            "optimizer": moments(self.optimizer, self.head),
+        }
+        if self.ema:
+            groups["ema"] = self.ema
+        folder = self.folder / "checkpoints"
+        save_checkpoint(folder / f"{self.progress.update:08d}", groups, {"progress": asdict(self.progress)})
+        prune(folder, self.config.keep)
+
+    def _resume(self) -> None:
+        """Continue from the newest checkpoint; log rows written after it are cut off, they will be written again."""
+        found = checkpoints(self.folder / "checkpoints")
+        if found:
+            groups, state = load_checkpoint(found[-1])
+            self.head.load_state_dict(groups["head"])
+            load_moments(self.optimizer, self.head, groups["optimizer"])
+            for name, tensor in groups.get("ema", {}).items():
+                self.ema[name].copy_(tensor)
+            self.progress = Progress(**state["progress"])
+        rows = list(read_jsonl_durable(self.folder / LOG))
+        kept = [r for r in rows if r["update"] <= self.progress.update]
+        if len(kept) < len(rows):
+            write_text(self.folder / LOG, "".join(json.dumps(r) + "\n" for r in kept))
+
+
+def _summary(statistics: list[list[RowStatistics]]) -> dict[str, list[float]]:
+    """Means over the update's rows, one value a step."""
+    out: dict[str, list[float]] = {"kl": [], "overlap": [], "match": []}
+    for steps in zip(*statistics, strict=True):
+        for key in out:
+            rows = torch.cat([getattr(s, f"{key}_S") for s in steps])
+            out[key].append(float(rows.mean()) if len(rows) else 0.0)
+    return out

@@ -1,0 +1,68 @@
+"""Chunked distillation against plain float64 torch with autograd."""
+
+import pytest
+import torch
+
+from mtptrain.losses import LmHead, distillation_kl, hidden_match, step_weights
+
+S, T, H, V = 23, 9, 8, 40
+
+
+def inputs() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(S, H, generator=generator),
+        torch.rand(S, generator=generator),
+        torch.randint(T, (S,), generator=generator),
+        torch.randn(T, H, generator=generator),
+        torch.randn(V, H, generator=generator),
+    )
+
+
+def plain_logits(state: torch.Tensor, weight: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    raw = state @ weight.T * scale
+    return raw if softcap is None else softcap * torch.tanh(raw / softcap)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.25, None), (1.0, 3.0), (0.5, 2.0)])
+def test_kl_and_its_gradient_equal_the_unchunked_float64_result(chunk: int, scale: float, softcap: float | None) -> None:
+    state, weight, teacher, finals, lm_head = inputs()
+    state.requires_grad_()
+    loss, rows = distillation_kl(state, weight, teacher, finals, LmHead(lm_head, scale, softcap), chunk)
+    (3 * loss).backward()
+    exact = state.detach().double().requires_grad_()
+    log_p = plain_logits(finals.double(), lm_head.double(), scale, softcap).log_softmax(-1)[teacher]
+    log_q = plain_logits(exact, lm_head.double(), scale, softcap).log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    expected = (kl * weight.double()).sum()
+    (3 * expected).backward()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert state.grad is not None
+    torch.testing.assert_close(state.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(rows.kl_S.double(), kl.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(rows.overlap_S.double(), torch.minimum(log_p.exp(), log_q.exp()).sum(-1).detach(), rtol=1e-4, atol=1e-6)
+    assert torch.equal(rows.match_S, (log_p.argmax(-1) == log_q.argmax(-1)).float())
+
+
+def test_kl_is_zero_with_zero_gradient_for_the_teachers_own_state() -> None:
+    _, weight, teacher, finals, lm_head = inputs()
+    state = finals[teacher].clone().requires_grad_()
+    loss, rows = distillation_kl(state, weight, teacher, finals, LmHead(lm_head), 4)
+    loss.backward()
+    assert float(loss) == pytest.approx(0.0, abs=1e-5)
+    assert state.grad is not None
+    assert float(state.grad.abs().max()) < 1e-6
+    assert float(rows.match_S.min()) == 1.0
+
+
+def test_hidden_match_equals_its_definition() -> None:
+    state, weight, teacher, finals, _ = inputs()
+    difference = (state.double() - finals.double()[teacher]).abs()
+    smooth = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5).mean(-1)
+    assert float(hidden_match(state, weight, teacher, finals)) == pytest.approx(float((smooth * weight).sum()), rel=1e-5)
+
+
+def test_step_weights() -> None:
+    assert step_weights(3, 0.5, []) == [1.0, 0.5, 0.25]
+    assert step_weights(2, 0.5, [0.7, 0.3]) == [0.7, 0.3]

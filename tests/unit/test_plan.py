@@ -1,0 +1,230 @@
+"""plan: sizes against values worked out by hand and against published parameter counts; the refusal by free disk space."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtptrain import sizes
+from mtptrain.cli import compose
+from mtptrain.config import Config, HeadConfig, NormsConfig
+from mtptrain.data.documents import Document, write_documents
+from mtptrain.errors import UserError
+from mtptrain.estimate import SizeUnknown, Stage, estimate, known_spec, volume
+from mtptrain.heads.mtp import build_head
+from mtptrain.manifest import finish
+from mtptrain.stages import plan as stage
+from mtptrain.stages.plan import duration, free_bytes, refuse_if_it_cannot_fit, seconds, size
+from mtptrain.store.codecs import BF16
+from mtptrain.store.writer import StoreWriter
+from mtptrain.target.spec import TargetSpec
+
+GIB = 2**30
+FREE = "mtptrain.stages.plan.free_bytes"
+TINY = TargetSpec(
+    model_type="llama",
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=320,
+    max_position_embeddings=1024,
+    rms_norm_eps=1e-6,
+    rope={"rope_type": "default", "rope_theta": 10000.0},
+)
+
+
+def _config(*overrides: str) -> Config:
+    return compose(overrides)[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "published"),
+    [("smollm2", 134_515_008), ("llama1b", 1_235_814_400), ("llama8b", 8_030_261_248), ("llama70b", 70_553_706_496)],
+)
+def test_target_parameters_are_the_published_ones(recipe: str, published: int) -> None:
+    assert sizes.target_parameters(known_spec(_config(f"+recipe={recipe}"))) == published
+
+
+def test_head_parameters_by_hand() -> None:
+    smollm2 = known_spec(_config("+recipe=smollm2"))
+    # W 2*576*576; q, o 576*576 each; k, v 576*192 each; gate, up, down 576*1536 each; five norms of 576
+    assert sizes.head_parameters(HeadConfig(), smollm2) == 663_552 + 2 * 331_776 + 2 * 110_592 + 3 * 884_736 + 5 * 576 == 4_205_376
+    llama70b = known_spec(_config("+recipe=llama70b"))
+    # W 2*8192^2; q, o 8192^2; k, v 8192*1024; gate, up, down 8192*28672; five norms of 8192
+    by_hand = 134_217_728 + 2 * 67_108_864 + 2 * 8_388_608 + 3 * 234_881_024 + 40_960
+    assert sizes.head_parameters(HeadConfig(), llama70b) == by_hand == 989_896_704
+
+
+def test_head_options_change_its_parameters() -> None:
+    spec = known_spec(_config("+recipe=smollm2"))
+    base = sizes.head_parameters(HeadConfig(), spec)
+    assert sizes.head_parameters(HeadConfig(norms=NormsConfig(embed=False, output=False)), spec) == base - 2 * 576
+    assert sizes.head_parameters(HeadConfig(attention_bias=True), spec) == base + 576 + 192 + 192
+    assert sizes.head_parameters(HeadConfig(qk_norm=True), spec) == base + 2 * 64
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    sizes_=st.tuples(st.sampled_from([32, 64]), st.sampled_from([48, 96]), st.sampled_from([1, 2, 4])),
+    bias=st.booleans(),
+    qk_norm=st.booleans(),
+    norms=st.lists(st.booleans(), min_size=5, max_size=5),
+)
+def test_head_parameters_are_those_of_the_module(sizes_: tuple[int, int, int], bias: bool, qk_norm: bool, norms: list[bool]) -> None:
+    hidden, intermediate, kv = sizes_
+    spec = dataclasses.replace(TINY, hidden_size=hidden, intermediate_size=intermediate, num_kv_heads=kv)
+    flags = dict(zip(("embed", "hidden", "input", "post_attention", "output"), norms, strict=True))
+    config = HeadConfig(attention_bias=bias, qk_norm=qk_norm, norms=NormsConfig(**flags))
+    assert sizes.head_parameters(config, spec) == sum(p.numel() for p in build_head(config, spec).parameters())
+
+
+def test_store_bytes_by_hand() -> None:
+    cfg = _config("+recipe=smollm2", "plan.train_tokens=1000000")
+    # a bf16 state of 576 values, an int32 id and a mask byte
+    assert estimate(cfg).bytes_per_token == 2 * 576 + 4 + 1 == 1157
+    assert estimate(cfg).store_bytes == 1_157_000_000
+    two = _config("+recipe=llama70b", "plan.train_tokens=1000000", "precompute.captures=[final,after_39]")
+    assert estimate(two).store_bytes == (2 * 2 * 8192 + 5) * 1_000_000
+
+
+def test_store_bytes_are_those_of_a_written_store(tmp_path: Path) -> None:
+    document = Document(id="a", source="s", split="train", tokens=list(range(1000)), spans=[(10, 1000)])
+    StoreWriter(tmp_path, "f", BF16).write(0, [document], {"final": torch.zeros(1000, 64, dtype=torch.bfloat16)})
+    written = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    expected = 1000 * sizes.stored_bytes_per_token(Config().store, 1, known_spec(_config("+recipe=tiny")))
+    assert expected <= written < expected + 1000  # two headers
+
+
+def test_checkpoint_and_export_bytes_by_hand() -> None:
+    plan = estimate(_config("+recipe=smollm2", "train.keep=2"))
+    # two kept, the best, and the one being written: float32 weights and two moments
+    assert plan.checkpoint_bytes == 4 * 3 * 4 * 4_205_376
+    assert plan.export_bytes == 2 * 4_205_376
+    assert estimate(_config("+recipe=smollm2", "train.ema=0.99")).checkpoint_bytes == 4 * 4 * 4 * 4_205_376
+
+
+def test_memory_by_hand() -> None:
+    cfg = _config(
+        "+recipe=llama70b", "plan.train_tokens=1000000", "target.dtype=bfloat16", "train.dtype=bfloat16", "train.loss.vocabulary=null"
+    )
+    plan = estimate(cfg)
+    weights = 2 * 70_553_706_496
+    assert weights < plan.stages["precompute"].memory < weights + 16 * GIB
+    # keys and values of 80 layers of 8 heads of 128 in bf16: 327,680 bytes a token, for 256 sequences of about 2,000 tokens
+    assert sizes.kv_bytes_per_token(plan.spec, 2) == 327_680
+    cache = 256 * 327_680 * (plan.volume.tokens // plan.volume.documents + 1024)
+    assert abs(plan.stages["prepare"].memory - weights - cache) < GIB
+    # embeddings and lm_head in bf16, and 18 bytes a head parameter (float32 weights, gradients, two moments; a bf16 copy)
+    fixed = 2 * 2 * 128_256 * 8192 + 18 * 989_896_704
+    logits = 6 * 512 * 128_256 * 4
+    assert fixed + logits < plan.stages["train"].memory < fixed + logits + 16 * GIB
+    assert plan.stages["train"].memory < weights / 2
+
+
+def test_memory_grows_with_chunks_not_with_vocabulary_times_tokens() -> None:
+    def memory(*overrides: str) -> int:
+        return estimate(_config("+recipe=llama8b", "plan.train_tokens=1000000", *overrides)).stages["train"].memory
+
+    assert memory("train.loss.chunk_rows=1024") - memory("train.loss.chunk_rows=512") == 512 * 128_256 * 4 * 6
+    assert memory("train.loss.vocabulary=8192") == memory() - 512 * (128_256 - 8192) * 4 * 6
+
+
+def test_work_by_hand() -> None:
+    cfg = _config("+recipe=smollm2", "plan.train_tokens=1000000", "train.steps=3", "train.epochs=2", "train.loss.vocabulary=8192")
+    plan = estimate(cfg)
+    layers = 30 * (2 * 331_776 + 2 * 110_592 + 3 * 884_736 + 2 * 576)
+    assert plan.stages["precompute"].flops == 2 * layers * 1e6
+    supervised = plan.volume.generated / 1e6
+    assert plan.trained_tokens == 2_000_000
+    assert plan.stages["train"].flops == pytest.approx(2e6 * 3 * (6 * 4_205_376 + 6 * 8192 * 576 * supervised))
+
+
+def test_updates_bound_the_trained_tokens() -> None:
+    cfg = _config("+recipe=smollm2", "train.max_updates=10", "train.batch_tokens=2048", "train.accumulate=2")
+    assert estimate(cfg).trained_tokens == 10 * 2048 * 2
+
+
+def test_time_from_given_rates_or_from_work() -> None:
+    assert seconds(Stage(memory=0, flops=1e12, rows=8, tokens=500, tokens_per_second=50.0), {}) == 10.0
+    assert seconds(Stage(memory=0, flops=1e12, rows=8, tokens=500), {8: 1e11}) == 10.0
+    cfg = _config("+recipe=smollm2", "plan.generate_tokens_per_second=79", "plan.precompute_tokens_per_second=500")
+    stages = estimate(cfg).stages
+    assert (stages["prepare"].tokens_per_second, stages["precompute"].tokens_per_second) == (79, 500)
+
+
+def test_measured_rate_is_that_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = _config("+recipe=smollm2", "device=cpu", "target.dtype=float32")
+    clock = itertools.count(0.0, 0.01)  # every reading is 10 ms after the one before it
+    monkeypatch.setattr(stage.time, "perf_counter", lambda: next(clock))
+    assert stage.measure_flops_per_second(cfg, known_spec(cfg), 256) == pytest.approx(2 * 256 * 576 * 1536 / 0.01)
+    given = _config("+recipe=smollm2", "plan.matmul_tflops=0.5")
+    assert stage.measure_flops_per_second(given, known_spec(cfg), 256) == 0.5e12
+
+
+def test_tokens_are_counted_where_data_is_prepared(tmp_path: Path) -> None:
+    cfg = _config("+recipe=tiny", f"root={tmp_path}")
+    documents = [Document(id=str(n), source="s", split="train", tokens=[0] * n, spans=[(1, n)]) for n in (10, 20, 33)]
+    write_documents(cfg.data_dir, documents)
+    assert volume(cfg).basis == "estimated from data.*"
+    finish(cfg.data_dir, {}, {})
+    counted = volume(cfg)
+    assert (counted.documents, counted.tokens, counted.generated) == (3, 63, 0)
+
+
+def test_records_of_a_file_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "x" * 387}) + "\n" for _ in range(50)) + "\n", encoding="utf-8")
+    cfg = _config("+recipe=tiny", "data.source=files", f"data.train=['{file}']")
+    amount = volume(cfg)
+    # 400 bytes a line are 100 tokens, and three quarters of 24 are generated
+    assert (amount.documents, amount.tokens, amount.generated) == (50, 50 * (100 + 18), 50 * 18)
+    keeps = volume(_config("+recipe=tiny", "data.source=files", f"data.train=['{file}']", "data.responses.mode=keep"))
+    assert (keeps.tokens, keeps.generated) == (5000, 0)
+
+
+def test_unknown_sizes_are_said_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SizeUnknown, match=r"data\.limit="):
+        estimate(_config("+recipe=llama8b", "data.limit=null"))
+    with pytest.raises(SizeUnknown, match=r"target\.path=org/model"):
+        estimate(_config("target.path=org/model"))
+    refuse_if_it_cannot_fit(_config("target.path=org/model"))
+    assert capsys.readouterr().out.startswith("disk not checked yet: target.path=org/model")
+
+
+def test_a_run_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = _config("+recipe=smollm2", f"root={tmp_path}", "plan.train_tokens=1000000")
+    needed = 1_157_000_000 + 48 * 4_205_376 + 2 * 4_205_376 + 65_536 * 1157
+    monkeypatch.setattr(FREE, lambda folder: needed)
+    refuse_if_it_cannot_fit(cfg)
+    monkeypatch.setattr(FREE, lambda folder: needed - 1)
+    with pytest.raises(UserError) as refusal:
+        refuse_if_it_cannot_fit(cfg)
+    assert str(refusal.value).startswith(f"root={tmp_path}: the run needs 1.3 GiB more on disk (store 1.1 GiB, checkpoints 192.5 MiB)")
+    assert "\n" not in str(refusal.value)
+    cfg.store_dir.mkdir(parents=True)
+    (cfg.store_dir / "00000.final.safetensors").write_bytes(b"x" * 100)
+    refuse_if_it_cannot_fit(cfg)  # what a resumed run has written is there already
+
+
+def test_free_space_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path / "a" / "b" / "c") == pytest.approx(free_bytes(tmp_path), rel=0.1)
+
+
+def test_units() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 1536 * 1024, 3 * GIB, 5000 * GIB)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 MiB",
+        "3.0 GiB",
+        "4.9 TiB",
+    ]
+    assert [duration(s) for s in (5, 119, 120, 7200, 400_000)] == ["5 s", "119 s", "2.0 min", "2.0 h", "4.6 days"]

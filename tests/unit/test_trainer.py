@@ -1,0 +1,174 @@
+"""The loop on a small store: loss by definition, exact resume, frozen ends, best checkpoint, order of the data."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtptrain.config import LossConfig, OptimConfig, TrainConfig
+from mtptrain.data.order import epoch_batches
+from mtptrain.errors import UserError
+from mtptrain.files import hash_bytes, read_jsonl_durable
+from mtptrain.heads.mtp import MtpHead
+from mtptrain.losses import LmHead
+from mtptrain.store.reader import Store
+from mtptrain.trainer import FrozenEnds, Trainer
+from tests.unit.heads import EPS, HIDDEN, THETA, VOCAB, small_embed, small_head, small_spec
+from tests.unit.rederive import Mtp64
+from tests.unit.stores import make_store, random_documents, random_state
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    folder = tmp_path_factory.mktemp("store")
+    documents = random_documents([12, 9, 15, 8, 11, 10, 7, 14, 13, 6], vocab_size=VOCAB)
+    make_store(folder, documents, {"final": random_state(documents, "final", HIDDEN)})
+    return Store.open(folder, ["final"])
+
+
+def small_config(**changes: Any) -> TrainConfig:
+    values: dict[str, Any] = {
+        "steps": 3,
+        "epochs": 3,
+        "batch_tokens": 24,
+        "log_every": 1,
+        "eval_every": 2,
+        "checkpoint_every": 2,
+        "loss": LossConfig(hidden_weight=0.5, chunk_rows=4),
+        "optim": OptimConfig(lr=1e-2),
+    }
+    return TrainConfig(**(values | changes))
+
+
+def trainer(store: Store, folder: Path, config: TrainConfig, scores: dict[int, float] | None = None, stop_at: int | None = None) -> Trainer:
+    """A trainer whose evaluation returns `scores` by update, and which dies at update `stop_at`."""
+    embed = small_embed()
+    lm_head = LmHead(embed)
+
+    def evaluate(_head: MtpHead) -> dict[str, Any]:
+        return {"mean_accepted_length": (scores or {}).get(made.progress.update, 1.0)}
+
+    def on_log(row: dict[str, Any]) -> None:
+        if stop_at is not None and row["update"] >= stop_at and "loss" in row:
+            raise KeyboardInterrupt
+
+    made = Trainer(
+        config,
+        seed=1,
+        head=small_head(small_spec(), std=0.1),
+        ends=FrozenEnds(embed, 1.0, lm_head, lm_head),
+        store=store,
+        documents=store.indices("train"),
+        folder=folder,
+        dtype=torch.float32,
+        device=CPU,
+        evaluate=evaluate,
+        on_log=on_log,
+    )
+    return made
+
+
+def weights_hash(head: torch.nn.Module) -> str:
+    return hash_bytes(b"".join(p.detach().numpy().tobytes() for _, p in sorted(head.named_parameters())))
+
+
+def test_first_loss_equals_its_definition_in_float64(store: Store, tmp_path: Path) -> None:
+    """sum_k w_k (sum over valid rows of KL + lambda * mean smooth-L1) / N, row by row from the formulas."""
+    config = small_config(accumulate=2)
+    made = trainer(store, tmp_path, config)
+    embed = small_embed().double()
+    independent = Mtp64({n: p.detach().clone() for n, p in made.head.named_parameters()}, 4, 2, 4, EPS, THETA)
+    total, rows = 0.0, 0
+    for i in [i for batch in made.updates[0] for i in batch]:
+        entry, tokens, finals = store.entries[i], store.tokens(i).tolist(), store.state(i, "final").double()
+        for start, end in entry.spans:
+            for p in range(start - 1, end - 2):
+                rows += 1
+                depth = min(3, end - 2 - p)
+                for k, state in enumerate(independent.draft_states(embed, tokens, finals, p, depth)):
+                    log_p, log_q = ((embed @ x).log_softmax(-1) for x in (finals[p + 1 + k], state))
+                    kl = float((log_p.exp() * (log_p - log_q)).sum())
+                    distance = (state - finals[p + 1 + k]).abs()
+                    hidden = float(torch.where(distance < 1, distance**2 / 2, distance - 0.5).mean())
+                    total += 0.8**k * (kl + 0.5 * hidden)
+    assert made.update(made.updates[0])["loss"] == pytest.approx(total / rows, rel=1e-4)
+    assert made.progress.supervised == rows
+
+
+@pytest.mark.parametrize("changes", [{}, {"ema": 0.9, "accumulate": 2}])
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 5, 6])
+def test_a_killed_run_resumes_to_the_same_bits(store: Store, tmp_path: Path, changes: dict[str, Any], stop_at: int) -> None:
+    config = small_config(**changes)
+    whole = trainer(store, tmp_path / "whole", config)
+    whole.run()
+    assert len(whole.updates) >= 6
+    with pytest.raises(KeyboardInterrupt):
+        trainer(store, tmp_path / "killed", config, stop_at=stop_at).run()
+    resumed = trainer(store, tmp_path / "killed", config)
+    resumed.run()
+    assert weights_hash(resumed.head) == weights_hash(whole.head)
+    for name in whole.ema:
+        assert torch.equal(resumed.ema[name], whole.ema[name])
+    logs = [
+        [{k: v for k, v in row.items() if "per_second" not in k} for row in read_jsonl_durable(tmp_path / run / "log.jsonl")]
+        for run in ("whole", "killed")
+    ]
+    assert logs[0] == logs[1]
+
+
+def test_fault_15_frozen_ends_do_not_move(store: Store, tmp_path: Path) -> None:
+    made = trainer(store, tmp_path, small_config())
+    embed = made.ends.embed_VH
+    before, head_before = hash_bytes(embed.numpy().tobytes()), weights_hash(made.head)
+    made.run()
+    assert hash_bytes(embed.numpy().tobytes()) == before
+    assert weights_hash(made.head) != head_before
+    assert not embed.requires_grad
+    assert not any("embed_tokens" in n or "lm_head" in n for n, _ in made.head.named_parameters())
+
+
+def test_best_checkpoint_is_the_one_with_the_longest_walk(store: Store, tmp_path: Path) -> None:
+    made = trainer(store, tmp_path, small_config(), scores={2: 1.2, 4: 1.5, 6: 1.4})
+    progress = made.run()
+    assert (progress.best_update, progress.best_score) == (4, 1.5)
+
+
+def test_fault_14_loss_is_divided_by_supervised_rows_not_tokens(store: Store, tmp_path: Path) -> None:
+    """Accumulating two batches gives the gradient of one batch with the same documents."""
+    small = trainer(store, tmp_path / "a", small_config(accumulate=2, epochs=1))
+    documents = [i for batch in small.updates[0] for i in batch]
+    large = trainer(store, tmp_path / "b", small_config(batch_tokens=1000, epochs=1))
+    first, second = small.update(small.updates[0]), large.update([documents])
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-4)
+
+
+def test_a_nan_loss_stops_before_the_optimizer_step_and_names_the_documents(store: Store, tmp_path: Path) -> None:
+    made = trainer(store, tmp_path, small_config())
+    with torch.no_grad():
+        made.head.eh_proj.weight[0, 0] = float("nan")
+    before = weights_hash(made.head)
+    with pytest.raises(UserError, match=r"loss is nan at update 0.*doc-"):
+        made.update(made.updates[0])
+    assert weights_hash(made.head) == before
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 80), st.integers(0, 5), st.integers(0, 3))
+def test_epoch_batches_hold_each_document_once_within_the_budget(lengths: list[int], budget: int, seed: int, epoch: int) -> None:
+    documents = [10 + i for i in range(len(lengths))]
+    batches = epoch_batches(documents, lengths, budget=budget, seed=seed, epoch=epoch)
+    assert sorted(d for b in batches for d in b) == documents
+    for batch in batches:
+        assert sum(lengths[d - 10] for d in batch) <= budget or len(batch) == 1
+    assert batches == epoch_batches(documents, lengths, budget=budget, seed=seed, epoch=epoch)
+
+
+def test_epochs_are_shuffled_differently() -> None:
+    documents = list(range(30))
+    orders = [[d for b in epoch_batches(documents, [1] * 30, budget=4, seed=0, epoch=e) for d in b] for e in range(2)]
+    assert orders[0] != orders[1]
