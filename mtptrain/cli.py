@@ -150,8 +150,6 @@ def compose(overrides: Sequence[str] = (), *, multirun: bool = False, user_dir: 
 def _search_path(overrides: Sequence[str], user_dir: str | None) -> list[str]:
     if user_dir is None or any(text.lstrip("+").startswith("hydra.searchpath=") for text in overrides):
         return []
-    if not Path(user_dir).is_dir():
-        raise UserError(f"--config-dir {user_dir}: no such folder; it should hold recipe/NAME.yaml")
     quoted = f"file://{Path(user_dir).resolve()}".replace("'", "\\'")
     return [f"hydra.searchpath=['{quoted}']"]
 
@@ -248,12 +246,15 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Compose everything that is about to run, so that a mistake in a sweep's last run stops its first."""
-    other_flags = (args.config_name, args.config_path, args.info, args.experimental_rerun)
-    if any(flag is not None for flag in other_flags) or args.hydra_help or args.shell_completion:
-        return
+    """Compose a whole sweep, so that a mistake in its last run stops its first, and what --cfg is about to print.
+
+    A single run is checked when it starts.
+    """
+    if args.config_dir is not None and not Path(args.config_dir).is_dir():
+        raise UserError(f"--config-dir {args.config_dir}: no such folder; it should hold recipe/NAME.yaml")
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
-    compose(args.overrides, multirun=multirun, user_dir=args.config_dir)
+    if (multirun or args.cfg) and args.config_name is None and args.config_path is None:
+        compose(args.overrides, multirun=multirun, user_dir=args.config_dir)
 
 
 def _run_hydra(main: Main, args: argparse.Namespace, argv: list[str], shown: list[str]) -> None:

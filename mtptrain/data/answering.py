@@ -62,8 +62,9 @@ def _generated(dialogues: Sequence[Dialogue], file: AnswerFile, generate: Genera
     assert len(asked) == len(dialogues), "document ids are not unique"
     turn = len(dialogues[0].spans) + 1
     tokens = 0
+    batches = generate([Request(id=name, prompt=d.tokens) for name, d in asked.items()])  # loads the model: before the clock starts
     with tqdm(total=len(dialogues), desc=f"responses, turn {turn}", unit="resp", mininterval=1) as bar:
-        for batch in generate([Request(id=name, prompt=d.tokens) for name, d in asked.items()]):
+        for batch in batches:
             answers = [(asked.pop(c.id), c) for c in batch]
             file.add(answers)
             tokens += sum(len(c.tokens) for c in batch)

@@ -23,7 +23,7 @@ from mtptrain.data.slots import Segment, Slots, require_supported, slot_attentio
 from mtptrain.errors import UserError
 
 _PREFILL_TOKENS = 1024
-_CPU_CACHE_BYTES = 3 << 30
+_CPU_CACHE_BYTES = 5 << 29
 _FREE_SHARE = 0.5
 
 
@@ -97,7 +97,7 @@ def _common_prefix(prompts: list[list[int]]) -> int:
 class HfGenerator:
     """Generates from `model` (eval mode) with at most `batch_size` sequences at once.
 
-    `temperature` 0 is greedy. The key/value cache is bounded: `cache_bytes`, else 3 GiB on a CPU and half the free memory
+    `temperature` 0 is greedy. The key/value cache is bounded: `cache_bytes`, else 2.5 GiB on a CPU and half the free memory
     of a GPU; fewer sequences run at once where the longest would not fit. Raises UserError for a model whose attention is
     not supported and for a prompt that leaves no room in the model's context.
     """
@@ -129,7 +129,7 @@ class HfGenerator:
         if len(waiting) > 1:
             self._share_prefix(slots, [row.request.prompt for row in waiting])
         while waiting or rows:
-            admitted = self._admit(waiting, rows, slots.prefix)
+            admitted = self._admit(waiting, rows, slots)
             self._step(rows, admitted, slots)
             rows += admitted
             if done := self._retire(rows, slots):
@@ -145,19 +145,21 @@ class HfGenerator:
     def _share_prefix(self, slots: Slots, prompts: list[list[int]]) -> None:
         length = _common_prefix(prompts)
         if length > 0:
+            slots.reserve(1, length)
             self._forward(slots, [], [Segment(0, 0, length, 0)], prompts[0][:length], list(range(length)), [0])
             slots.keep_prefix(length)
 
-    def _admit(self, waiting: deque[_Row], rows: list[_Row], prefix: int) -> list[_Row]:
-        """Take waiting sequences while slots, cache memory and this forward's token budget allow; always one if none runs."""
+    def _admit(self, waiting: deque[_Row], rows: list[_Row], slots: Slots) -> list[_Row]:
+        """Take waiting sequences while slots and this forward's token budget allow; always one if none runs."""
         admitted: list[_Row] = []
-        longest = max((row.final_length for row in rows), default=0)
+        if not waiting:
+            return admitted
+        longest = max(row.final_length for row in [waiting[0], *rows])
+        slots.reserve(min(self.batch_size, max(1, self.cache_tokens // longest), len(rows) + len(waiting)), longest)
         tokens = 0
-        while waiting and len(rows) + len(admitted) < self.batch_size:
-            longest = max(longest, waiting[0].final_length)
-            tokens += len(waiting[0].request.prompt) - prefix
-            running = len(rows) + len(admitted)
-            if (running and (running + 1) * longest > self.cache_tokens) or (admitted and tokens > _PREFILL_TOKENS):
+        while waiting and len(rows) + len(admitted) < slots.rows:
+            tokens += len(waiting[0].request.prompt) - slots.prefix
+            if admitted and tokens > _PREFILL_TOKENS:
                 break
             admitted.append(waiting.popleft())
         return admitted

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from mtptrain.errors import UserError
 
 _NAME = "mtptrain_slots"
-_GROW = 64
+_WORTH_GROWING = 1.25
 _GROUP_ON_CPU = 16  # a CPU is bound by reading keys and values, so groups of similar slots read less; a GPU by its launches
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -53,19 +53,26 @@ class Group:
 class Slots:
     """Keys and values of all running sequences, and what the current forward holds.
 
-    Each layer has two buffers [S, K, L, E]; S and L grow in steps as sequences ask for them, and what a slot does not
-    use is masked. `prefix` positions common to all prompts are computed once and copied into each new slot.
+    Each layer has two buffers [S, K, L, E], sized by `reserve`; what a slot does not use is masked. `prefix` positions
+    common to all prompts are computed once and copied into each new slot.
     """
 
     def __init__(self) -> None:
         self.prefix = 0
         self._prefix_kv: dict[int, tuple[Tensor, Tensor]] = {}
         self._kv: dict[int, tuple[Tensor, Tensor]] = {}
-        self._rows = self._capacity = 0
+        self.rows = self._capacity = 0
         self._masks: dict[tuple[str, int, int | None], Tensor] = {}
         self.decoding: list[int] = []
         self.segments: list[Segment] = []
         self.groups: list[Group] = []
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` slots of `length` positions. A little more room than there is is not worth a copy of everything."""
+        if rows > self.rows * _WORTH_GROWING or length > self._capacity:
+            self.rows, self._capacity = max(rows, self.rows), length
+            for layer, (keys, values) in self._kv.items():
+                self._kv[layer] = (self._resized(keys), self._resized(values))
 
     def begin(self, decoding: list[int], segments: list[Segment], device: torch.device) -> None:
         """Announce the next forward: `decoding[i]` is the number of positions slot i has cached before its token."""
@@ -76,12 +83,6 @@ class Slots:
         size = _GROUP_ON_CPU if device.type == "cpu" else max(len(decoding), 1)
         starts = range(0, len(decoding), size)
         self.groups = [Group(i, min(i + size, len(decoding)), max(decoding[i : i + size]) + 1) for i in starts]
-        longest = max([*(g.longest for g in self.groups), *(s.length for s in segments)])
-        rows = len(decoding) + len(segments)
-        if rows > self._rows or longest > self._capacity:
-            self._rows, self._capacity = rows, -(-longest // _GROW) * _GROW
-            for layer, (keys, values) in self._kv.items():
-                self._kv[layer] = (self._resized(keys), self._resized(values))
         for segment in segments:
             if segment.cached:
                 for layer, buffers in self._kv.items():
@@ -132,12 +133,12 @@ class Slots:
 
     def _empty(self, like_KTE: Tensor) -> Tensor:
         """Zeros, not garbage: a masked position has weight 0, and 0 times NaN is NaN."""
-        return like_KTE.new_zeros(self._rows, like_KTE.shape[0], self._capacity, like_KTE.shape[2])
+        return like_KTE.new_zeros(self.rows, like_KTE.shape[0], self._capacity, like_KTE.shape[2])
 
     def _resized(self, buffer_SKLE: Tensor) -> Tensor:
         rows, heads, length, size = buffer_SKLE.shape
-        bigger = buffer_SKLE.new_zeros(self._rows, heads, self._capacity, size)
-        rows, length = min(rows, self._rows), min(length, self._capacity)
+        bigger = buffer_SKLE.new_zeros(self.rows, heads, self._capacity, size)
+        rows, length = min(rows, self.rows), min(length, self._capacity)
         bigger[:rows, :, :length] = buffer_SKLE[:rows, :, :length]
         return bigger
 

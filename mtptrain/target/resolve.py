@@ -8,12 +8,13 @@ from typing import Any
 from mtptrain.config import TargetConfig
 from mtptrain.errors import UserError
 from mtptrain.target.cache import cache_dir, locked
+from mtptrain.target.ends import tensor_files
 from mtptrain.target.gguf import from_gguf, from_wheel
-from mtptrain.target.spec import full_config, read_config, spec_from_config
+from mtptrain.target.spec import full_config, read_config, rope_of, spec_from_config
 
 _FETCHED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 _CODE = ["*.py"]
-_ROPE_KEYS = ("rope_scaling", "rope_parameters")
+_MEND = "choose the recipe's own target or mend target.shape"
 _TINY_VERSION = 1
 """Goes up when the tiny target's weights change."""
 
@@ -26,8 +27,6 @@ def resolve_target(cfg: TargetConfig) -> Path:
     """
     folder = _folder(cfg)
     check_config(read_config(folder), cfg.shape, str(folder / "config.json"))
-    from mtptrain.target.ends import tensor_files
-
     tensor_files(folder)
     return folder
 
@@ -39,31 +38,25 @@ def check_config(config: dict[str, Any], shape: dict[str, Any], where: str) -> N
         return
     if shape.get("model_type", config["model_type"]) != config["model_type"]:
         raise UserError(f"{where} differs from target.shape: model_type {config['model_type']!r}, not {shape['model_type']!r}; {_MEND}")
-    found, wanted = full_config(config), full_config({"model_type": config["model_type"], **shape})
+    found = full_config(config)
     differences = []
     for key, expected in shape.items():
-        actual, expected = _values(key, expected, config, found, wanted)
-        if not _equal(actual, expected):
-            differences.append(f"{key} {actual!r}, not {expected!r}")
+        actual, wanted = _values(key, expected, shape, config, found)
+        if not _equal(actual, wanted):
+            differences.append(f"{key} {actual!r}, not {wanted!r}")
     if differences:
         raise UserError(f"{where} differs from target.shape: {'; '.join(differences)}; {_MEND}")
 
 
-_MEND = "choose the recipe's own target or mend target.shape"
-
-
-def _values(key: str, expected: Any, config: dict[str, Any], found: Any, wanted: Any) -> tuple[Any, Any]:
+def _values(key: str, expected: Any, shape: dict[str, Any], config: dict[str, Any], found: Any) -> tuple[Any, Any]:
     """What config.json and the recipe say of `key`; RoPE is compared in the transformers-5 schema, however it was written."""
     if key == "rope_theta":
-        return _theta(found), expected
-    if key in _ROPE_KEYS:
-        return found.rope_parameters, wanted.rope_parameters
-    return getattr(found, key, config.get(key)), getattr(wanted, key, expected)
-
-
-def _theta(full: Any) -> Any:
-    rope = full.rope_parameters
-    return rope.get("full_attention", rope)["rope_theta"]
+        return rope_of(found)["rope_theta"], expected
+    if key in ("rope_scaling", "rope_parameters"):
+        plain = {name: value for name, value in config.items() if not name.startswith("rope_")}
+        asked = {name: value for name, value in shape.items() if name.startswith("rope_")}
+        return rope_of(found), rope_of(full_config(plain | asked))
+    return getattr(found, key, config.get(key)), expected
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -99,10 +92,14 @@ def _tiny(path: str) -> Path:
     folder = cache_dir() / "targets" / f"tiny-llama-{_TINY_VERSION}"
     with locked(folder):
         if not folder.exists():
-            from mtptrain.target.tiny import make_tiny_target
-
-            make_tiny_target(folder)
+            _make_tiny(folder)
     return folder
+
+
+def _make_tiny(folder: Path) -> None:
+    from mtptrain.target.tiny import make_tiny_target
+
+    make_tiny_target(folder)
 
 
 def _from_hub(cfg: TargetConfig) -> Path:

@@ -110,7 +110,7 @@ def spec_from_config(config: dict[str, Any]) -> TargetSpec:
     if missing := [key for key in _REQUIRED if key not in config]:
         raise UserError(f"config.json of this {config['model_type']} target lacks {', '.join(missing)}; take a complete folder")
     full = full_config(config)
-    rope, last_rope, window = _rope(full), _last_rope(full), _last_window(full)
+    rope, last_rope, window = rope_of(full), rope_of(full, _layer_types(full)[-1]), _last_window(full)
     head_dim = full.v_head_dim if family.mla else getattr(full, "head_dim", None) or full.hidden_size // full.num_attention_heads
     offset = 1.0 if family.gemma_norm else 0.0
     return TargetSpec(
@@ -163,11 +163,15 @@ def read_spec(folder: Path) -> TargetSpec:
 
 def full_config(config: dict[str, Any]) -> Any:
     """The transformers config object: class defaults filled in, RoPE in the transformers-5 schema. `config` is not changed."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     _family(config)
     copied = json.loads(json.dumps(config))
-    return AutoConfig.for_model(copied.pop("model_type"), **copied)
+    try:
+        return AutoConfig.for_model(copied.pop("model_type"), **copied)
+    except StrictDataclassError as e:
+        raise UserError(f"config.json is not a valid {config['model_type']} config: {' '.join(str(e).split())}") from e
 
 
 def id_list(value: int | list[int] | None) -> list[int]:
@@ -193,20 +197,16 @@ def _layer_types(full: Any) -> list[str]:
     return getattr(full, "layer_types", None) or ["full_attention"] * full.num_hidden_layers
 
 
-def _rope(full: Any) -> dict[str, Any]:
-    parameters = full.rope_parameters
-    return dict(parameters.get("full_attention", parameters))
-
-
-def _last_rope(full: Any) -> dict[str, Any]:
-    parameters = full.rope_parameters
-    return dict(parameters.get(_layer_types(full)[-1], parameters))
+def rope_of(full: Any, layer_type: str = "full_attention") -> dict[str, Any]:
+    """`rope_parameters` of one layer type, without the old schema's `type` that transformers leaves beside `rope_type`."""
+    entry = full.rope_parameters.get(layer_type, full.rope_parameters)
+    return {key: value for key, value in entry.items() if key != "type"}
 
 
 def _last_window(full: Any) -> int | None:
     if getattr(full, "layer_types", None) and _layer_types(full)[-1] != "sliding_attention":
         return None
-    return getattr(full, "sliding_window", None)
+    return getattr(full, "sliding_window", None) or None
 
 
 def _attention_scale(full: Any, head_dim: int) -> float | None:

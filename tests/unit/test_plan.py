@@ -147,6 +147,15 @@ def test_work_by_hand() -> None:
     assert plan.stages["train"].flops == pytest.approx(2e6 * 3 * (6 * 4_205_376 + 6 * 8192 * 576 * supervised))
 
 
+def test_validation_work_by_hand() -> None:
+    plan = estimate(_config("+recipe=tiny", "validate.reference_documents=10", "validate.k=2"))
+    # decoded twice, three quarters of 24 tokens; a forward of 3 layers and lm_head, and two drafts of head and lm_head
+    layers = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64)
+    assert plan.stages["validate"].tokens == 2 * 10 * 18
+    assert plan.stages["validate"].flops == 360 * 2 * (layers + 320 * 64 + 2 * (45_376 + 320 * 64))
+    assert estimate(_config("+recipe=tiny", "validate.measure=[walk]")).stages["validate"].flops == 0
+
+
 def test_updates_bound_the_trained_tokens() -> None:
     cfg = _config("+recipe=smollm2", "train.max_updates=10", "train.batch_tokens=2048", "train.accumulate=2")
     assert estimate(cfg).trained_tokens == 10 * 2048 * 2
@@ -197,6 +206,18 @@ def test_unknown_sizes_are_said_not_guessed(capsys: pytest.CaptureFixture[str]) 
         estimate(_config("target.path=org/model"))
     refuse_if_it_cannot_fit(_config("target.path=org/model"))
     assert capsys.readouterr().out.startswith("disk not checked yet: target.path=org/model")
+
+
+def test_a_target_in_the_cache_needs_no_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"model_type": "llama", **_config("+recipe=llama8b").target.shape}
+    (tmp_path / "targets" / "toy-1.0-0123456789ab").mkdir(parents=True)
+    (tmp_path / "targets" / "toy-1.0-0123456789ab" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    monkeypatch.setenv("MTPTRAIN_CACHE", str(tmp_path))
+    assert sizes.target_parameters(known_spec(_config("target.path='pypi:toy==1.0'"))) == 8_030_261_248
+    with pytest.raises(SizeUnknown):
+        known_spec(_config("target.path='pypi:toy==1.1'"))
+    local = tmp_path / "targets" / "toy-1.0-0123456789ab"
+    assert known_spec(_config(f"target.path='{local}'")).num_layers == 32
 
 
 def test_a_run_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

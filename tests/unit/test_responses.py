@@ -50,7 +50,7 @@ MODELS = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=WINDOW)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=WINDOW, query_pre_attn_scalar=8)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=0.5)),
     "gemma3": lambda: Gemma3ForCausalLM(
         Gemma3TextConfig(
             **SIZES, sliding_window=WINDOW, query_pre_attn_scalar=8, layer_types=["sliding_attention"] * 2 + ["full_attention"]

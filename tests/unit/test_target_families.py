@@ -1,6 +1,5 @@
 """Every model type mtptrain reads, against transformers' own forward of a tiny random model of it."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,14 +35,14 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILY_KEYS))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder: Path = tiny_family(tmp_path_factory.mktemp("target") / "model", request.param)
     model = load_model(folder, torch.float32, CPU, trust_remote_code=False)
     generator = torch.Generator().manual_seed(1)
     documents = [torch.randint(3, 320, (length,), generator=generator).tolist() for length in LENGTHS]
     with torch.no_grad():
         outputs = [model(input_ids=torch.tensor([document]), output_hidden_states=True, use_cache=False) for document in documents]
-    yield Case(
+    return Case(
         model=model,
         ends=load_ends(folder, torch.float32, CPU),
         stored=load_file(folder / "model.safetensors"),

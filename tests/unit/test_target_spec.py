@@ -32,7 +32,10 @@ LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_posit
         ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}),
         ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_theta": 5e5, "rope_type": "default"}),
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}),
-        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {"rope_theta": 5e5, "rope_type": "dynamic", "factor": 2.0}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            {"rope_theta": 5e5, "rope_type": "dynamic", "factor": 2.0},
+        ),
         ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}),
         ({"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **YARN}}, {"rope_theta": 1e6, "rope_type": "yarn", **YARN}),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "longrope", **LONG}}, {"rope_theta": 1e4, "rope_type": "longrope", **LONG}),
@@ -110,6 +113,8 @@ def test_an_unknown_model_type_is_refused_with_the_list() -> None:
 def test_a_missing_key_or_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="lacks vocab_size"):
         spec_from_config({key: value for key, value in LLAMA.items() if key != "vocab_size"})
+    with pytest.raises(UserError, match=r"^[^\n]*not a valid llama config[^\n]*multiple of the number of attention heads[^\n]*$"):
+        spec_from_config({**LLAMA, "hidden_size": 65})
     with pytest.raises(UserError, match=r"config\.json is missing"):
         read_spec(tmp_path)
     (tmp_path / "config.json").write_text("{")

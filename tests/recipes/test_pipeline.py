@@ -1,0 +1,130 @@
+"""The tiny recipe run for real, through the command people type: every stage, reuse, staleness, kill and resume, sweeps."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from mtptrain.files import hash_file
+
+HEAD = "heads/mtp"
+EXPORTED = "heads/mtp/export/vllm.unproven"
+
+
+def command(job: str, folder: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", f"mtptrain.{job}", "+recipe=tiny", f"root={folder}", *overrides]
+
+
+def run(job: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(job, folder, *overrides), capture_output=True, text=True, cwd=folder, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    done = run("train", folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_one_command_ends_with_an_exported_head_and_its_report(finished: Path) -> None:
+    tiny = finished / "tiny"
+    report = json.loads((tiny / HEAD / "report/report.json").read_text())
+    assert report["schema"] == 1
+    for measurement in (report["walk"], report["reference"]):
+        assert measurement["overall"]["mean_accepted_length"] >= 1.0
+        assert len(measurement["overall"]["accept_rate_per_position"]) == report["k"] == 3
+    assert report["engine"] is None
+    assert report["certificate"]["output_agreement"] == 1.0
+    assert report["certificate"]["drafted_token_agreement"] >= 0.98
+    assert report["same_documents"]["overall"]["drafts"] == report["reference"]["overall"]["drafts"]
+    about = json.loads((tiny / EXPORTED / "mtptrain.json").read_text())
+    assert about["proof"] == "reference"
+    assert about["conventions"]["concat_order"] == ["embedding", "hidden"]
+    assert "fc.weight" in load_file(tiny / EXPORTED / "model.safetensors")
+    for artefact in ("data", "store", f"{HEAD}/train", f"{HEAD}/report", EXPORTED):
+        assert (tiny / artefact / "config.yaml").exists(), artefact
+
+
+def test_a_finished_run_is_reused_and_a_changed_one_is_refused_by_key(finished: Path) -> None:
+    weights = finished / "tiny" / HEAD / "train/best/head.safetensors"
+    before = weights.stat().st_mtime_ns
+    again = run("train", finished)
+    assert again.returncode == 0, again.stderr
+    assert weights.stat().st_mtime_ns == before
+    changed = run("train", finished, "seed=5")
+    assert changed.returncode == 2
+    assert "seed: 0 -> 5" in changed.stderr
+    assert "on_stale=redo" in changed.stderr
+    assert "Traceback" not in changed.stderr
+
+
+@pytest.mark.parametrize(
+    ("job", "missing"),
+    [("precompute", "mtptrain.prepare"), ("validate", "mtptrain.train"), ("export", "mtptrain.validate")],
+)
+def test_a_job_alone_says_which_command_makes_what_it_lacks(tmp_path: Path, job: str, missing: str) -> None:
+    done = run(job, tmp_path)
+    assert done.returncode == 2
+    assert missing in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_shut_gate_exports_nothing_and_exits_non_zero(finished: Path) -> None:
+    done = run("train", finished, "validate.min_accepted_length=9", "head.label=gated")
+    assert done.returncode == 2
+    assert "below validate.min_accepted_length=9" in done.stderr
+    assert not (finished / "tiny/heads/gated/export").exists()
+
+
+def test_a_head_with_a_norm_off_is_measured_but_its_export_refused(finished: Path) -> None:
+    done = run("train", finished, "head.norms.hidden=false", "head.label=no-hidden-norm")
+    assert done.returncode == 2
+    assert "head.norms.hidden=false" in done.stderr
+    report = json.loads((finished / "tiny/heads/no-hidden-norm/report/report.json").read_text())
+    assert report["reference"]["overall"]["drafts"] > 0
+    assert not (finished / "tiny/heads/no-hidden-norm/export").exists()
+
+
+def test_kill_9_anywhere_then_resume_gives_the_same_bits(finished: Path, tmp_path: Path) -> None:
+    """Killed again and again after ever longer times until a run gets through; documents, store and head equal the whole run's."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    for attempt in range(40):
+        process = subprocess.Popen(
+            command("train", tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path, env=environment
+        )
+        deadline = time.monotonic() + 6 + 1.5 * attempt
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            continue
+        assert process.returncode == 0
+        break
+    else:
+        pytest.fail("no run got through")
+    assert attempt >= 2, "the runs were too short to be killed"
+    for file in (
+        "data/documents.parquet",
+        "store/00000.tokens.safetensors",
+        "store/00000.final.safetensors",
+        f"{HEAD}/train/best/head.safetensors",
+        f"{EXPORTED}/model.safetensors",
+    ):
+        assert hash_file(tmp_path / "tiny" / file) == hash_file(finished / "tiny" / file), file
+
+
+def test_a_sweep_shares_data_and_store_and_overwrites_nothing(finished: Path) -> None:
+    done = run("train", finished, "-m", "train.optim.lr=1e-3,3e-3", "validate.measure=[walk]")
+    assert done.returncode == 0, done.stderr
+    heads = [f.name for f in (finished / "tiny/heads").iterdir() if "lr" in f.name]
+    assert len(heads) == 2
+    for head in heads:
+        assert (finished / "tiny/heads" / head / "report/report.json").exists()
