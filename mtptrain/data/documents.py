@@ -47,5 +47,6 @@ def write_documents(folder: Path, documents: list[Document]) -> None:
 def read_documents(folder: Path) -> list[Document]:
     rows = pq.read_table(folder / FILE).to_pylist()
     return [
-        Document(id=r["id"], source=r["source"], split=r["split"], tokens=r["tokens"], spans=[(s[0], s[1]) for s in r["spans"]]) for r in rows
+        Document(id=r["id"], source=r["source"], split=r["split"], tokens=r["tokens"], spans=[(s[0], s[1]) for s in r["spans"]])
+        for r in rows
     ]

@@ -69,7 +69,9 @@ class Mtp64:
         gate = self.w["layer.mlp.gate_proj.weight"] @ h
         return x + self.w["layer.mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * (self.w["layer.mlp.up_proj.weight"] @ h))
 
-    def draft_states(self, embed: Tensor, tokens: list[int], finals: Tensor, p: int, steps: int, drafted: list[int] | None = None) -> list[Tensor]:
+    def draft_states(
+        self, embed: Tensor, tokens: list[int], finals: Tensor, p: int, steps: int, drafted: list[int] | None = None
+    ) -> list[Tensor]:
         """States y_0 .. y_{steps-1} of row p: keys are the step-0 keys of rows 0..p and the row's own later steps.
 
         The token of step k is tokens[p+1+k], or drafted[k-1] for k >= 1 where `drafted` is given.

@@ -100,9 +100,7 @@ def test_reference_and_walk_draft_the_same_tokens_from_the_same_rows(pair: Pair,
     rows = draft_all_rows(pair.head, batch, pair.ends.embed_VH, 1.0, pair.lm_head, k, 64)
     (walk,) = hop(rows, batch, [[span]], [("a", "s")], k)
     room = [span[1] - (d.row + 2) for d in out.drafts]
-    reference = [
-        (d.row, d.tokens[: min(d.accepted + 1, k, r)], min(d.accepted, r)) for d, r in zip(out.drafts, room, strict=True) if r > 0
-    ]
+    reference = [(d.row, d.tokens[: min(d.accepted + 1, k, r)], min(d.accepted, r)) for d, r in zip(out.drafts, room, strict=True) if r > 0]
     assert reference == [(d.row, d.tokens, d.accepted) for d in walk.drafts]
     by_row = dict(zip(rows.row_R.tolist(), rows.tokens_R, strict=True))
     agreement = compare_drafts(out, by_row, len(tokens))

@@ -2,6 +2,7 @@
 
 import torch
 
+from mtptrain.batches import Batch
 from mtptrain.decoding.walk import draft_all_rows, hop
 from mtptrain.losses import LmHead
 from mtptrain.report.measurement import measure
@@ -9,7 +10,9 @@ from tests.unit.heads import EPS, THETA, small_batch, small_embed, small_head, s
 from tests.unit.rederive import Mtp64
 
 
-def sequential(head: Mtp64, embed: torch.Tensor, tokens: list[int], finals: torch.Tensor, span: tuple[int, int], k: int) -> list:
+def sequential(
+    head: Mtp64, embed: torch.Tensor, tokens: list[int], finals: torch.Tensor, span: tuple[int, int], k: int
+) -> list[tuple[int, list[int], int]]:
     """p = s-1; while p+2 <= e: draft K tokens from row p, count matches to the first miss, p += n+1 (e inclusive)."""
     drafts, p, e = [], span[0] - 1, span[1] - 1
     while p + 2 <= e:
@@ -24,7 +27,7 @@ def sequential(head: Mtp64, embed: torch.Tensor, tokens: list[int], finals: torc
     return drafts
 
 
-def agreeable_batch(head: Mtp64, embed: torch.Tensor, lengths: list[int], spans: list[list[tuple[int, int]]], k: int):  # noqa: ANN201
+def agreeable_batch(head: Mtp64, embed: torch.Tensor, lengths: list[int], spans: list[list[tuple[int, int]]], k: int) -> Batch:
     """Documents whose continuation often is what the head drafts, so that long acceptances happen."""
     batch = small_batch(lengths, spans, k)
     generator = torch.Generator().manual_seed(3)
