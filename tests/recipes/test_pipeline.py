@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from mtptrain.files import hash_file
 
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 HEAD = "heads/mtp"
 EXPORTED = "heads/mtp/export/vllm.unproven"
 
@@ -22,7 +24,7 @@ def command(job: str, folder: Path, *overrides: str) -> list[str]:
 
 
 def run(job: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(job, folder, *overrides), capture_output=True, text=True, cwd=folder, timeout=300)
+    return subprocess.run(command(job, folder, *overrides), capture_output=True, text=True, cwd=folder, env=ENVIRONMENT, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +96,9 @@ def test_a_head_with_a_norm_off_is_measured_but_its_export_refused(finished: Pat
 
 def test_kill_9_anywhere_then_resume_gives_the_same_bits(finished: Path, tmp_path: Path) -> None:
     """Killed again and again after ever longer times until a run gets through; documents, store and head equal the whole run's."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     for attempt in range(40):
         process = subprocess.Popen(
-            command("train", tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path, env=environment
+            command("train", tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path, env=ENVIRONMENT
         )
         deadline = time.monotonic() + 6 + 1.5 * attempt
         while process.poll() is None and time.monotonic() < deadline:
