@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mtptrain.config import Device, Dtype
 from mtptrain.errors import UserError
 from mtptrain.target.packed_attention import PACKED
+from mtptrain.target.packed_linear import can_pack, pack_linears
 from mtptrain.target.spec import read_spec
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -47,7 +48,10 @@ def set_threads(count: int) -> None:
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
-    """The whole target in evaluation mode, frozen, with sdpa attention (eager where it soft-caps its scores, which sdpa can't)."""
+    """The whole target in evaluation mode, frozen, with sdpa attention (eager where it soft-caps its scores, which sdpa can't).
+
+    In float32 on a CPU its linear layers are packed for oneDNN, so they hold no `weight` any more.
+    """
     attention = "eager" if read_spec(folder).attention_softcap else "sdpa"
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code, local_files_only=True

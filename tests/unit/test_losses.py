@@ -66,3 +66,19 @@ def test_hidden_match_equals_its_definition() -> None:
 def test_step_weights() -> None:
     assert step_weights(3, 0.5, []) == [1.0, 0.5, 0.25]
     assert step_weights(2, 0.5, [0.7, 0.3]) == [0.7, 0.3]
+
+
+def test_fault_17_logits_never_hold_more_rows_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, weight, teacher, finals, lm_head = inputs()
+    held: list[int] = []
+    plain = LmHead.logits
+
+    def logits(self: LmHead, rows: torch.Tensor) -> torch.Tensor:
+        held.append(len(rows))
+        return plain(self, rows)
+
+    monkeypatch.setattr(LmHead, "logits", logits)
+    distillation_kl(state.requires_grad_(), weight, teacher, finals, LmHead(lm_head), 5)[0].backward()
+    assert max(held) == 5
+    assert len(held) == 2 * 5  # draft and teacher of five chunks; a state that several rows share is projected once
+    assert sum(held) < 2 * S
