@@ -58,6 +58,8 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, trust_rem
     )
     model = model.eval().requires_grad_(False)
     torch.nn.Module.to(model, device)
+    if can_pack(model):
+        pack_linears(model)
     return model
 
 
