@@ -20,7 +20,7 @@ from mtptrain.stages.context import Context, as_plain, open_context, open_store,
 from mtptrain.stages.walk import walk_documents
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import load_last_layer, weights_hash
-from mtptrain.trainer import FrozenEnds, Trainer
+from mtptrain.trainer import FrozenEnds, Progress, Trainer
 
 
 def run(cfg: Config) -> None:
@@ -59,7 +59,17 @@ def run(cfg: Config) -> None:
         _print_start(cfg, head, store, documents, len(trainer.updates))
         began = time.monotonic()
         progress = trainer.run()
-    results = {
+    manifest.finish(cfg.train_dir, inputs, _results(progress, head))
+    print(
+        f"train: {progress.update} updates, {progress.supervised:,} supervised rows in {time.monotonic() - began:.0f} s; best walk "
+        f"{progress.best_score:.3f} at update {progress.best_update} (K={cfg.validate.k}, {len(held_out)} held-out documents)",
+        flush=True,
+    )
+
+
+def _results(progress: Progress, head: MtpHead) -> dict[str, Any]:
+    """What the manifest tells later stages."""
+    return {
         "updates": progress.update,
         "tokens": progress.tokens,
         "supervised_rows": progress.supervised,
@@ -68,12 +78,6 @@ def run(cfg: Config) -> None:
         "best_mean_accepted_length": progress.best_score,
         "parameters": sum(p.numel() for p in head.parameters()),
     }
-    manifest.finish(cfg.train_dir, inputs, results)
-    print(
-        f"train: {progress.update} updates, {progress.supervised:,} supervised rows in {time.monotonic() - began:.0f} s; best walk "
-        f"{progress.best_score:.3f} at update {progress.best_update} (K={cfg.validate.k}, {len(held_out)} held-out documents)",
-        flush=True,
-    )
 
 
 def train_inputs(cfg: Config, context: Context, fingerprint: str) -> dict[str, Any]:
