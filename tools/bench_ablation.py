@@ -33,7 +33,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def variant_config(base: Path, name: str, overrides: list[str]) -> Config:
     """The run's config with the variant's head and a label of its own."""
-    changes = {"head": VARIANTS[name] | {"label": f"ablation-{name}"}, "validate": {"measure": ["walk"]}, "wandb": {"mode": "disabled"}}
+    changes = {
+        "head": VARIANTS[name] | {"label": f"ablation-{name}"},
+        "validate": {"measure": ["walk"], "min_accepted_length": 0},
+        "wandb": {"mode": "disabled"},
+    }
     merged = OmegaConf.merge(
         OmegaConf.structured(Config), OmegaConf.load(base / "store" / "config.yaml"), changes, OmegaConf.from_dotlist(overrides)
     )

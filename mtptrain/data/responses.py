@@ -99,7 +99,7 @@ class HfGenerator:
 
     `temperature` 0 is greedy. The key/value cache is bounded: `cache_bytes`, else 2.5 GiB on a CPU and half the free memory
     of a GPU; fewer sequences run at once where the longest would not fit. Raises UserError for a model whose attention is
-    not supported and for a prompt that leaves no room in the model's context.
+    not supported and for a prompt that leaves no room in the model's context; a response ends where the context does.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class HfGenerator:
         self.model, self.stop_ids = model, frozenset(stop_ids)
         self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
         self.temperature, self.top_p, self.seed = temperature, top_p, seed
+        self.context = self._context()
         self.cache_tokens = max(1, (cache_bytes or self._default_cache_bytes()) // self._bytes_per_token())
 
     @torch.inference_mode()
@@ -136,10 +137,11 @@ class HfGenerator:
                 yield done
 
     def _row(self, request: Request) -> _Row:
-        context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        limit = self.max_new_tokens if context is None else min(self.max_new_tokens, context - len(request.prompt))
+        limit = min(self.max_new_tokens, self.context - len(request.prompt))
         if not request.prompt or limit < 1:
-            raise UserError(f"prompt {request.id}: {len(request.prompt)} tokens, must be 1 to {context} less one for the response")
+            raise UserError(
+                f"prompt {request.id} has {len(request.prompt)} tokens, must have 1 to {self.context - 1} (the target's context)"
+            )
         return _Row(request, limit, random.Random(f"{self.seed}/{request.id}"))
 
     def _share_prefix(self, slots: Slots, prompts: list[list[int]]) -> None:
@@ -214,6 +216,15 @@ class HfGenerator:
                     rows[slot] = last
                     slots.move(len(rows), slot, last.cached)
         return done
+
+    def _context(self) -> int:
+        """Positions a sequence may have: longrope ends at its original length, because beyond it a sequence would change the others'
+        frequencies (all tokens of a forward share them)."""
+        config = self.model.config.get_text_config(decoder=True)
+        rope = config.rope_parameters
+        entries = rope.values() if all(isinstance(entry, dict) for entry in rope.values()) else [rope]
+        originals = [entry["original_max_position_embeddings"] for entry in entries if entry["rope_type"] == "longrope"]
+        return min([config.max_position_embeddings, *originals])
 
     def _bytes_per_token(self) -> int:
         config = self.model.config.get_text_config(decoder=True)

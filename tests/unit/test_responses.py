@@ -14,6 +14,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -145,8 +147,20 @@ def test_response_ends_at_the_context_limit() -> None:
     done = collect(made, [Request("near", [20] * 118), Request("far", [20] * 10)])
     assert (len(done["near"].tokens), done["near"].hit_limit) == (10, True)
     assert len(done["far"].tokens) == 50
-    with pytest.raises(UserError, match="prompt full: 128 tokens"):
+    with pytest.raises(UserError, match=r"prompt full has 128 tokens, must have 1 to 127"):
         list(made.run([Request("full", [20] * 128)]))
+
+
+def test_longrope_ends_before_its_frequencies_change() -> None:
+    """Beyond the original length one long sequence would change what the others' tokens mean."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 32}
+    torch.manual_seed(0)
+    model = Phi3ForCausalLM(Phi3Config(**SIZES, rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors})).eval()
+    requests = [Request("short", [30, 31]), Request("long", list(range(20, 46)))]
+    made = HfGenerator(model, [], batch_size=2, max_new_tokens=20, temperature=0.0, top_p=1.0, seed=0)
+    done = collect(made, requests)
+    assert {id: len(c.tokens) for id, c in done.items()} == {"short": 20, "long": 6}
+    assert {id: c.tokens for id, c in done.items()} == {r.id: alone(model, r, len(done[r.id].tokens), []) for r in requests}
 
 
 def test_unsupported_attention_is_refused() -> None:
