@@ -28,6 +28,10 @@ from mtptrain.target.model import load_model
 from mtptrain.target.tokenizer import load_tokenizer, stop_token_ids
 
 
+_TABLE_WIDTH = 120
+"""A narrower table, as rich draws it into a log file, breaks every cell."""
+
+
 @dataclass(slots=True)
 class ReferenceRun:
     """The reference decoder on some held-out documents."""
@@ -180,6 +184,7 @@ def print_table(report: dict[str, Any]) -> None:
             " ".join(_number(r) for r in s["conditional_accept_rate"]),
         )
     console = Console()
+    console.width = max(console.width, _TABLE_WIDTH)
     console.print(table)
     if found := report["certificate"]:
         console.print(

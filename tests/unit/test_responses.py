@@ -153,9 +153,9 @@ def test_response_ends_at_the_context_limit() -> None:
 
 def test_longrope_ends_before_its_frequencies_change() -> None:
     """Beyond the original length one long sequence would change what the others' tokens mean."""
-    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 32}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     torch.manual_seed(0)
-    model = Phi3ForCausalLM(Phi3Config(**SIZES, rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors})).eval()
+    model = Phi3ForCausalLM(Phi3Config(**SIZES, rope_parameters=rope, original_max_position_embeddings=32)).eval()
     requests = [Request("short", [30, 31]), Request("long", list(range(20, 46)))]
     made = HfGenerator(model, [], batch_size=2, max_new_tokens=20, temperature=0.0, top_p=1.0, seed=0)
     done = collect(made, requests)
