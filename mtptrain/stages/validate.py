@@ -27,7 +27,6 @@ from mtptrain.target.ends import weights_hash
 from mtptrain.target.model import load_model
 from mtptrain.target.tokenizer import load_tokenizer, stop_token_ids
 
-
 _TABLE_WIDTH = 120
 """A narrower table, as rich draws it into a log file, breaks every cell."""
 
