@@ -9,6 +9,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from math import ceil
 from typing import Any
@@ -36,6 +37,14 @@ _REPLY_OPENINGS = (
     "here are ",
     "here's ",
 )
+
+
+@dataclass(slots=True)
+class Round:
+    """New turns, and how many attempts they and all rounds before took; what a later call needs to go on from here."""
+
+    texts: list[str]
+    attempts: int
 
 
 def own_prompts() -> list[dict[str, Any]]:
@@ -102,10 +111,12 @@ def write_user_turns(
     seed: int,
     known: set[str],
     batch_size: int = 96,
-) -> Iterator[list[str]]:
-    """Yield lists of new user turns, `cfg.count` in all, none equal to a `known` text or sharing 13 consecutive words with one.
+    done: Sequence[Round] = (),
+) -> Iterator[Round]:
+    """Yield rounds of new user turns, `cfg.count` in all, none equal to a `known` text or sharing 13 consecutive words with one.
 
-    Warns and ends with fewer when four attempts a turn were not enough.
+    `done`: the rounds of a call that was cut short; the rest is what that call would have yielded. Warns and ends with fewer
+    when four attempts a turn were not enough.
     """
     prefix = user_prefix(tokenizer)
     generator = HfGenerator(
@@ -117,8 +128,9 @@ def write_user_turns(
         top_p=cfg.top_p,
         seed=seed,
     )
-    turns = TurnFilter(tokenizer, stop_ids, cfg.min_new_tokens, known)
-    kept = attempts = 0
+    written_before = [text for earlier in done for text in earlier.texts]
+    turns = TurnFilter(tokenizer, stop_ids, cfg.min_new_tokens, known | set(written_before))
+    kept, attempts = len(written_before), done[-1].attempts if done else 0
     while kept < cfg.count and attempts < _ATTEMPTS_PER_TURN * cfg.count:
         size = min(_ROUND, ceil((cfg.count - kept) * _SPARE), _ATTEMPTS_PER_TURN * cfg.count - attempts)
         requests = [Request(str(n), prefix) for n in range(attempts, attempts + size)]
@@ -127,7 +139,7 @@ def write_user_turns(
         texts = [text for turn in written if (text := turns.accept(turn)) is not None][: cfg.count - kept]
         kept += len(texts)
         if texts:
-            yield texts
+            yield Round(texts, attempts)
     if kept < cfg.count:
         reasons = ", ".join(f"{count} {reason}" for reason, count in turns.rejected.most_common())
         warnings.warn(f"the target wrote {kept} of {cfg.count} user turns in {attempts} attempts ({reasons})", stacklevel=2)

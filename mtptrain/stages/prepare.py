@@ -8,7 +8,7 @@ import gc
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from mtptrain.data.gather import OWN_FILE, Gathered, gather, make_ids_unique
 from mtptrain.data.readers import BadRow, Record, Reject, data_hash
 from mtptrain.data.render import coloured, samples_html, samples_text
 from mtptrain.data.responses import Completed, HfGenerator, Request
-from mtptrain.data.self_prompts import own_prompts, write_user_turns
+from mtptrain.data.self_prompts import Round, own_prompts, write_user_turns
 from mtptrain.data.split import deduplicated, without_overlap
 from mtptrain.data.summary import print_summary, summarise
 from mtptrain.data.template import ChatTemplate
@@ -230,17 +230,18 @@ def _generate(cfg: Config, found: Gathered, work: Work, template: ChatTemplate, 
 def self_records(cfg: Config, found: Gathered, template: ChatTemplate, target: Target) -> list[Record]:
     """Records of user turns that the target writes until there are data.self_prompts.count; none shares a prompt with held-out."""
     path = cfg.data_dir / SELF_TURNS
-    texts = [row["text"] for row in read_jsonl_durable(path)]
-    missing = cfg.data.self_prompts.count - len(texts)
-    if missing > 0:
-        known = {m["content"] for r in [*found.train, *found.held_out] for m in r.messages} | set(texts)
-        options = replace(cfg.data.self_prompts, count=missing)
-        turns = write_user_turns(target.model, template.tokenizer, sorted(template.stop_ids), options, cfg.seed + len(texts), known)
-        with tqdm(total=missing, desc="user turns", unit="turn", mininterval=1) as bar:
-            for batch in turns:
-                append_jsonl(path, [{"text": text} for text in batch])
-                texts += batch
-                bar.update(len(batch))
+    rounds = [Round(row["texts"], row["attempts"]) for row in read_jsonl_durable(path)]
+    count, options = sum(len(r.texts) for r in rounds), cfg.data.self_prompts
+    if count < options.count:
+        known = {m["content"] for r in [*found.train, *found.held_out] for m in r.messages}
+        stop_ids = sorted(template.stop_ids)
+        turns = write_user_turns(target.model, template.tokenizer, stop_ids, options, cfg.seed, known, done=tuple(rounds))
+        with tqdm(total=options.count, initial=count, desc="user turns", unit="turn", mininterval=1) as bar:
+            for new_round in turns:
+                append_jsonl(path, [asdict(new_round)])
+                rounds.append(new_round)
+                bar.update(len(new_round.texts))
+    texts = [text for r in rounds for text in r.texts]
     records = [
         Record(id=f"self-{n:05d}", source="self", messages=[{"role": "user", "content": text}], file=SELF_TURNS, line=n)
         for n, text in enumerate(texts[: cfg.data.self_prompts.count], 1)

@@ -17,6 +17,7 @@ from mtptrain.data.gather import make_ids_unique
 from mtptrain.data.readers import Record
 from mtptrain.data.render import coloured, samples_html, samples_text
 from mtptrain.data.responses import Completed, Request
+from mtptrain.data.self_prompts import Round
 from mtptrain.errors import StaleError, UserError
 from mtptrain.stages import prepare
 from mtptrain.target.tokenizer import load_tokenizer
@@ -298,13 +299,16 @@ def test_self_source_holds_out_own_prompts_and_goes_on_writing(
 ) -> None:
     asked: list[tuple[int, int]] = []
 
-    def write(model: object, tokenizer: object, stop_ids: object, cfg: SelfConfig, seed: int, known: set[str]) -> Iterator[list[str]]:
-        asked.append((cfg.count, seed))
+    def write(
+        model: object, tokenizer: object, stop_ids: object, cfg: SelfConfig, seed: int, known: set[str], done: Sequence[Round]
+    ) -> Iterator[Round]:
+        asked.append((len(done), seed))
         assert {m["content"] for r in OWN for m in r["messages"]} <= known
-        for n in range(cfg.count):
+        assert [r.attempts for r in done] == [2 * n + 1 for n in range(len(done))]
+        for n in range(len(done), cfg.count):
             if len(asked) == 1 and n == 2:
                 raise Killed
-            yield [f"written {seed} {n}" if n else OWN[len(asked)]["messages"][0]["content"].upper()]
+            yield Round([f"written {n}" if n % 2 else OWN[n + 1]["messages"][0]["content"].upper()], 2 * n + 1)
 
     monkeypatch.setattr("mtptrain.data.gather.own_prompts", lambda: OWN)
     monkeypatch.setattr(prepare, "own_prompts", lambda: OWN)
@@ -313,14 +317,14 @@ def test_self_source_holds_out_own_prompts_and_goes_on_writing(
     with pytest.raises(Killed):
         prepare.run(cfg)
     prepare.run(cfg)
-    assert asked == [(6, 0), (4, 2)]
+    assert asked == [(0, 0), (2, 0)]
     documents = read_documents(cfg.data_dir)
     held_out = [d for d in documents if d.split == HELD_OUT]
     assert [d.source for d in held_out] == ["own"] * 5
-    # own-1 and own-2 were written again in capitals: dropped as duplicates of training or as held-out, whichever they are
-    assert len([d for d in documents if d.split == TRAIN]) == 15 + 4
-    assert [d.id for d in documents if d.source == "self"] == ["self-00002", "self-00004", "self-00005", "self-00006"]
-    assert sum(results(cfg)["dropped"].values()) == 2
+    # own-1, own-3 and own-5 were written again in capitals: dropped as duplicates of training or as held-out, whichever they are
+    assert len([d for d in documents if d.split == TRAIN]) == 15 + 3
+    assert [d.id for d in documents if d.source == "self"] == ["self-00002", "self-00004", "self-00006"]
+    assert sum(results(cfg)["dropped"].values()) == 3
 
 
 @pytest.mark.parametrize(

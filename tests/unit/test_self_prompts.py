@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from mtptrain.config import SelfConfig
 from mtptrain.data import self_prompts
 from mtptrain.data.responses import Completed, HfGenerator, Request
-from mtptrain.data.self_prompts import TurnFilter, own_prompts, user_prefix, write_user_turns
+from mtptrain.data.self_prompts import Round, TurnFilter, own_prompts, user_prefix, write_user_turns
 from mtptrain.errors import UserError
 from mtptrain.target.tiny import make_tiny_target, tiny_tokenizer
 
@@ -99,7 +99,7 @@ def test_target_writes_the_same_turns_again(model: PreTrainedModel, tokenizer: P
 
     def write(seed: int, known: set[str], batch_size: int) -> list[str]:
         with pytest.warns(UserWarning, match=r"the target wrote \d+ of 12 user turns in 48 attempts"):
-            return [t for batch in write_user_turns(model, tokenizer, stop_ids, cfg, seed, known, batch_size) for t in batch]
+            return [t for made in write_user_turns(model, tokenizer, stop_ids, cfg, seed, known, batch_size) for t in made.texts]
 
     first = write(0, set(), 48)
     assert 2 <= len(first) < 12
@@ -121,6 +121,9 @@ def test_rounds_go_on_until_the_count_is_reached(
             yield [Completed(r.id, [*tokenizer(text)["input_ids"], END], hit_limit=int(r.id) % 3 != 0)]
 
     monkeypatch.setattr(self_prompts.HfGenerator, "run", run)
-    batches = list(write_user_turns(model, tokenizer, [END], SelfConfig(count=4), 0, set()))
+    made = list(write_user_turns(model, tokenizer, [END], SelfConfig(count=4), 0, set()))
     assert rounds == [[0, 1, 2, 3, 4], [5, 6, 7], [8, 9]]
-    assert batches == [[f"What is river number {n}?" for n in ns] for ns in ([0, 3], [6], [9])]
+    assert made == [Round([f"What is river number {n}?" for n in ns], to) for ns, to in (([0, 3], 5), ([6], 8), ([9], 10))]
+    for cut in range(3):  # a call that was cut short goes on as if it had not been
+        rounds.clear()
+        assert list(write_user_turns(model, tokenizer, [END], SelfConfig(count=4), 0, set(), done=made[:cut])) == made[cut:]
