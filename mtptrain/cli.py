@@ -9,6 +9,7 @@ mend (one line on stderr; MTPTRAIN_TRACE=1 shows the trace as well), 130 when in
 
 import argparse
 import dataclasses
+import errno
 import functools
 import itertools
 import os
@@ -43,6 +44,8 @@ _HEAD_SECTIONS = {"head", "train", "validate", "export", "plan", "wandb"}
 _OWN_FOLDER = {"name", "root", "head.label"}
 """Sweeping these names folders already."""
 _LONGEST_SUFFIX = 80
+_DISK_TROUBLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""What a full, read-only or forbidden disk answers: the user's to mend, so one line."""
 
 JOBS = {
     "train": "every stage that is not complete yet, in order: prepare, precompute, train, validate, export",
@@ -252,6 +255,8 @@ def _check(args: argparse.Namespace) -> None:
     """
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
         raise UserError(f"--config-dir {args.config_dir}: no such folder; it should hold recipe/NAME.yaml")
+    if args.multirun and (args.cfg or args.info or args.run):
+        raise UserError("-m runs a sweep and goes with none of --cfg, --info and --run; print one run's config without -m")
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
     if (multirun or args.cfg) and args.config_name is None and args.config_path is None:
         compose(args.overrides, multirun=multirun, user_dir=args.config_dir)
@@ -303,6 +308,11 @@ def run(main: Main, name: str, argv: Sequence[str]) -> int:
             shown.append(_tell(error))
     except (HydraException, OmegaConfBaseException) as error:
         shown.append(_tell(UserError(explain(error, args.overrides))))
+    except OSError as error:
+        if error.errno not in _DISK_TROUBLE:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        shown.append(_tell(UserError(f"{where}{error.strerror}; nothing finished is lost, the same command continues once that is mended")))
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130

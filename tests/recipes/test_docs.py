@@ -24,7 +24,7 @@ def documented() -> list[str]:
     ]
     return sorted(
         {
-            line.split("  #")[0].strip()
+            line.split(" #")[0].strip()
             for line in lines
             if line.startswith(("python -m mtptrain", "tools/", "python tools/", "python3 tools/"))
         }
@@ -46,6 +46,9 @@ def test_a_documented_job_composes(command: str, tmp_path: Path) -> None:
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\n# Mine\nname: mine\n")
     words = shlex.split(command.replace("DIR", str(tmp_path)))[2:]
     assert words[0].removeprefix("mtptrain.") in cli.JOBS
+    if "-m" in words:
+        assert len(cli.compose([w for w in words[1:] if w != "-m"], multirun=True)) > 1
+        return
     if "--help" not in words and "--cfg" not in words:
         words += ["--cfg", "job"]
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=ROOT, timeout=120)

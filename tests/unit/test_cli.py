@@ -1,5 +1,6 @@
 """The command line: one line for every mistake, sweeps that do not overwrite one another, nothing written where it isn't expected."""
 
+import errno
 import importlib
 import inspect
 import os
@@ -130,6 +131,22 @@ def test_trace_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 def test_interruption_says_that_it_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(Calls(KeyboardInterrupt()), "train", []) == 130
     assert capsys.readouterr().err == "interrupted; the same command continues where it stopped\n"
+
+
+@pytest.mark.parametrize(("code", "text"), [(errno.ENOSPC, "No space left on device"), (errno.EACCES, "Permission denied")])
+def test_fault_16_a_full_or_forbidden_disk_is_one_line(capsys: pytest.CaptureFixture[str], code: int, text: str) -> None:
+    assert cli.run(Calls(OSError(code, text, "runs/x")), "train", ["+recipe=tiny"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: runs/x: {text}; ")
+
+
+def test_other_system_errors_keep_their_trace() -> None:
+    with pytest.raises(OSError, match="Broken pipe"):
+        cli.run(Calls(OSError(errno.EPIPE, "Broken pipe")), "train", ["+recipe=tiny"])
+
+
+def test_a_sweep_does_not_print(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(Calls(), "train", ["-m", "+recipe=tiny", "train.steps=1,2", "--cfg", "job"]) == 2
+    assert "goes with none of --cfg" in capsys.readouterr().err
 
 
 def test_a_bug_keeps_its_trace() -> None:
