@@ -262,6 +262,17 @@ def _check(args: argparse.Namespace) -> None:
         compose(args.overrides, multirun=multirun, user_dir=args.config_dir)
 
 
+def _call(main: Main, cfg: Config) -> None:
+    """`main(cfg)`, with disk trouble as the one line it is to a user."""
+    try:
+        main(cfg)
+    except OSError as error:
+        if error.errno not in _DISK_TROUBLE:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        raise UserError(f"{where}{error.strerror}; what is finished is safe, the same command continues once that is mended") from error
+
+
 def _run_hydra(main: Main, args: argparse.Namespace, argv: list[str], shown: list[str]) -> None:
     """Hand over to Hydra, which calls `main` once or once a run of a sweep; what was told to the user is noted in `shown`."""
 
@@ -269,7 +280,7 @@ def _run_hydra(main: Main, args: argparse.Namespace, argv: list[str], shown: lis
         context = HydraConfig.get()
         swept = _swept(context.overrides.task, _constant_keys(args.overrides)) if context.mode is RunMode.MULTIRUN else []
         try:
-            main(distinct_run(to_config(composed), swept))
+            _call(main, distinct_run(to_config(composed), swept))
         except UserError as error:
             if context.mode is not RunMode.MULTIRUN:
                 shown.append(_tell(error))
@@ -308,11 +319,6 @@ def run(main: Main, name: str, argv: Sequence[str]) -> int:
             shown.append(_tell(error))
     except (HydraException, OmegaConfBaseException) as error:
         shown.append(_tell(UserError(explain(error, args.overrides))))
-    except OSError as error:
-        if error.errno not in _DISK_TROUBLE:
-            raise
-        where = f"{error.filename}: " if error.filename else ""
-        shown.append(_tell(UserError(f"{where}{error.strerror}; nothing finished is lost, the same command continues once that is mended")))
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130
