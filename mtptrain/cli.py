@@ -211,6 +211,8 @@ def _explain_value(key: str, message: str, overrides: Sequence[str]) -> str:
     choices = re.search(r"expected one of \[(.*)\]", message)
     if choices and given:
         return unknown_name(f"{shown}: no such choice", given, choices.group(1).split(", "))
+    if given and "is not a ListConfig" in message:
+        return f"{shown}: takes a list; write {key}=[{given}]"
     return f"{shown}: {message}"
 
 

@@ -19,13 +19,21 @@ _STARTED = "started.json"
 
 
 def changed_inputs(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Human-readable differences, one a key: `key: old -> new`."""
+    """Human-readable differences, one a key: `key: old -> new`; keys inside dicts are dotted."""
+    old, new = _flat(old), _flat(new)
     lines = []
     for key in sorted(old.keys() | new.keys()):
         was, now = old.get(key, "(absent)"), new.get(key, "(absent)")
         if was != now:
             lines.append(f"{key}: {was!r} -> {now!r}")
     return lines
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool:

@@ -93,8 +93,8 @@ class Target:
             torch.cuda.empty_cache()
 
 
-def run(cfg: Config) -> None:
-    """Make or resume the documents in `cfg.data_dir`. Raises UserError."""
+def run(cfg: Config, for_training: bool = False) -> None:
+    """Make or resume the documents in `cfg.data_dir`. Raises UserError; `for_training` also where no prompt would be held out."""
     console = Console()
     keep = cfg.data.responses.mode is ResponseMode.keep
     if keep and cfg.data.source is DataSource.self:
@@ -110,6 +110,11 @@ def run(cfg: Config) -> None:
         console.print(f"prepare: {cfg.data_dir} is complete", markup=False, highlight=False, soft_wrap=True)
         return
     found = gather(cfg.data, cfg.seed)
+    if for_training and not found.held_out:
+        raise UserError(
+            f"no prompt is held out of {len(found.train)}, and a head is chosen and measured on held-out ones; "
+            "raise data.held_out_fraction or name a file in data.held_out"
+        )
     work = _begin_work(cfg, found, template)
     rejects = [*found.rejects, *work.rejects]
     _write_rejects(cfg.data_dir, rejects)

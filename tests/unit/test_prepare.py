@@ -424,3 +424,10 @@ def test_a_real_tiny_target_answers_greedily(target: Path, tmp_path: Path) -> No
         for start, end in document.spans:
             assert document.tokens[start:end] == choice_T[start - 1 : end - 1]
             assert end - start == LIMIT or document.tokens[end - 1] == load_tokenizer(target, False).eos_token_id
+
+
+def test_training_needs_held_out_prompts_before_anything_is_generated(target: Path, tmp_path: Path, loads: list[str]) -> None:
+    cfg = config(target, tmp_path, prompts("What is it?", "Hello"), held_out_fraction=0.0)
+    with pytest.raises(UserError, match="no prompt is held out of 2"):
+        prepare.run(cfg, for_training=True)
+    assert loads == []

@@ -1,0 +1,44 @@
+"""What a changed input is called, and when a stage is reused, refused or redone."""
+
+from pathlib import Path
+
+import pytest
+
+from mtptrain import manifest
+from mtptrain.config import OnStale
+from mtptrain.errors import StaleError, UserError
+
+
+def test_differences_are_named_by_dotted_key() -> None:
+    old = {"seed": 0, "head": {"norms": {"embed": True, "output": True}}, "gone": 1}
+    new = {"seed": 0, "head": {"norms": {"embed": False, "output": True}}, "new": [2]}
+    assert manifest.changed_inputs(old, new) == [
+        "gone: 1 -> '(absent)'",
+        "head.norms.embed: True -> False",
+        "new: '(absent)' -> [2]",
+    ]
+
+
+def test_reused_refused_redone(tmp_path: Path) -> None:
+    folder = tmp_path / "stage"
+    assert not manifest.is_complete(folder, {"a": 1}, OnStale.error)
+    manifest.begin(folder, {"a": 1})
+    assert not manifest.is_complete(folder, {"a": 1}, OnStale.error)
+    with pytest.raises(StaleError, match="a: 1 -> 2"):
+        manifest.is_complete(folder, {"a": 2}, OnStale.error)
+    manifest.finish(folder, {"a": 1}, {"rows": 3})
+    assert manifest.is_complete(folder, {"a": 1}, OnStale.error)
+    assert manifest.require(folder, "the stage", "a command")["results"] == {"rows": 3}
+    assert not manifest.is_complete(folder, {"a": 2}, OnStale.redo)
+    assert not folder.exists()
+
+
+def test_a_missing_stage_names_its_command(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the store is missing or unfinished in .*; make it with: python -m mtptrain\.precompute"):
+        manifest.require(tmp_path, "the store", "python -m mtptrain.precompute")
+
+
+def test_fault_16_a_damaged_manifest_is_named(tmp_path: Path) -> None:
+    (tmp_path / manifest.MANIFEST).write_text('{"inputs": {')
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        manifest.is_complete(tmp_path, {}, OnStale.error)
