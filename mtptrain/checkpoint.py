@@ -28,16 +28,17 @@ def save_checkpoint(folder: Path, groups: dict[str, dict[str, Tensor]], state: d
     write_folder_atomic(folder, write)
 
 
-def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The tensor groups and the state. A damaged file is named, never silently passed over."""
+def load_checkpoint(folder: Path, mend: str = "") -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """The tensor groups and the state. A damaged file is named, never silently passed over; `mend` is what to do then."""
+    mend = mend or f"delete {folder} to resume from the checkpoint before it"
     if not (folder / _STATE).exists():
-        raise UserError(f"{folder} has no {_STATE}; delete the folder to resume from the checkpoint before it")
+        raise UserError(f"{folder} has no {_STATE}; {mend}")
     state: dict[str, Any] = read_json(folder / _STATE)
     groups = {}
     for group, expected in state["hashes"].items():
         file = folder / f"{group}.safetensors"
         if not file.exists() or hash_file(file) != expected:
-            raise UserError(f"{file} is missing or damaged; delete {folder} to resume from the checkpoint before it")
+            raise UserError(f"{file} is missing or damaged; {mend}")
         groups[group] = load_file(file)
     return groups, state
 

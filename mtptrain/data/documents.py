@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mtptrain.files import write_atomic
+from mtptrain.errors import UserError
+from mtptrain.files import hash_file, write_atomic
+from mtptrain.manifest import MANIFEST
 
 FILE = "documents.parquet"
 TRAIN, HELD_OUT = "train", "held_out"
@@ -42,6 +45,14 @@ def write_documents(folder: Path, documents: list[Document]) -> None:
         schema=_SCHEMA,
     )
     write_atomic(folder / FILE, lambda tmp: pq.write_table(table, tmp))
+
+
+def check_documents(folder: Path, results: dict[str, Any]) -> None:
+    """UserError if the documents are not the ones that `results`, of the folder's manifest, were written with."""
+    path = folder / FILE
+    if not path.exists() or hash_file(path) != results[FILE]:
+        state = "damaged" if path.exists() else "missing"
+        raise UserError(f"{path} is {state}; delete {folder / MANIFEST} and prepare again, which keeps the responses and writes it anew")
 
 
 def read_documents(folder: Path) -> list[Document]:

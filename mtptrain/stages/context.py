@@ -61,7 +61,7 @@ def open_store(cfg: Config) -> Store:
 def load_trained_head(cfg: Config, context: Context) -> tuple[MtpHead, dict[str, Any]]:
     """The best checkpoint's head in evaluation mode, and what its manifest says about the training."""
     found = manifest.require(cfg.train_dir, "the trained head", "python -m mtptrain.train (with the same arguments)")
-    groups, _ = load_checkpoint(cfg.train_dir / BEST)
+    groups, _ = load_checkpoint(cfg.train_dir / BEST, f"delete {cfg.train_dir} and train again")
     head = build_head(cfg.head, context.spec)
     head.load_state_dict(groups["head"])
     return head.to(context.device).eval().requires_grad_(False), found

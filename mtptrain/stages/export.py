@@ -36,7 +36,7 @@ def run(cfg: Config) -> None:
         raise UserError(
             f"{cfg.report_dir / REPORT} was measured on another head; run python -m mtptrain.validate (with the same arguments) again"
         )
-    if not manifest.is_complete(cfg.export_dir, inputs, cfg.on_stale):
+    if not manifest.is_complete(cfg.export_dir, inputs, cfg.on_stale) or not (cfg.export_dir / UNPROVEN).exists():
         config, tensors = to_vllm(head, context.spec)
         manifest.begin(cfg.export_dir, inputs)
         proof = "reference" if report["reference"] else "contract"

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from mtptrain import manifest
 from mtptrain.config import Config
 from mtptrain.config_io import config_yaml
-from mtptrain.data.documents import FILE, Document, read_documents
+from mtptrain.data.documents import FILE, Document, check_documents, read_documents
 from mtptrain.data.packing import pack
 from mtptrain.errors import UserError
 from mtptrain.files import hash_file, hash_json, write_text
@@ -59,7 +59,8 @@ class Work:
 
 def run(cfg: Config) -> None:
     """Make, resume, mend or extend the store in `cfg.store_dir`. Raises UserError."""
-    manifest.require(cfg.data_dir, "the prepared data", "python -m mtptrain.prepare (with the same arguments)")
+    prepared = manifest.require(cfg.data_dir, "the prepared data", "python -m mtptrain.prepare (with the same arguments)")
+    check_documents(cfg.data_dir, prepared["results"])
     target = resolve_target(cfg.target)
     spec = read_spec(target)
     _check_captures(cfg.precompute.captures, spec)

@@ -24,6 +24,7 @@ from mtptrain.config_io import config_yaml
 from mtptrain.data.answering import FILE as RESPONSES
 from mtptrain.data.answering import AnswerFile, answer_dialogues
 from mtptrain.data.dialogues import Dialogue, kept_document, open_dialogue
+from mtptrain.data.documents import FILE as DOCUMENTS
 from mtptrain.data.documents import HELD_OUT, TRAIN, Document, write_documents
 from mtptrain.data.gather import OWN_FILE, Gathered, gather, make_ids_unique
 from mtptrain.data.readers import BadRow, Record, Reject, data_hash
@@ -34,7 +35,7 @@ from mtptrain.data.split import deduplicated, without_overlap
 from mtptrain.data.summary import print_summary, summarise
 from mtptrain.data.template import ChatTemplate
 from mtptrain.errors import UserError
-from mtptrain.files import append_jsonl, hash_json, read_jsonl_durable, write_text
+from mtptrain.files import append_jsonl, hash_file, hash_json, read_jsonl_durable, write_text
 from mtptrain.target.ends import weights_hash
 from mtptrain.target.model import load_model, pick_device, pick_dtype, set_threads
 from mtptrain.target.resolve import resolve_target
@@ -278,7 +279,7 @@ def _finish(cfg: Config, console: Console, inputs: dict[str, Any], found: Gather
     )
     console.print(coloured(documents[0], template), soft_wrap=True)
     results = summarise(documents, template.stop_ids, rejects, found.dropped, work.cut, _unanswered(work.dialogues), found.rows)
-    manifest.finish(cfg.data_dir, inputs, results)
+    manifest.finish(cfg.data_dir, inputs, results | {DOCUMENTS: hash_file(cfg.data_dir / DOCUMENTS)})
     print_summary(console, cfg.data_dir, results)
 
 

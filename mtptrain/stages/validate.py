@@ -46,7 +46,7 @@ def run(cfg: Config) -> None:
     context = open_context(cfg)
     head, trained = load_trained_head(cfg, context)
     inputs = validate_inputs(cfg, context)
-    if manifest.is_complete(cfg.report_dir, inputs, cfg.on_stale):
+    if manifest.is_complete(cfg.report_dir, inputs, cfg.on_stale) and (cfg.report_dir / REPORT).exists():
         report = read_json(cfg.report_dir / REPORT)
     else:
         manifest.begin(cfg.report_dir, inputs)

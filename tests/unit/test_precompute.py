@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from mtptrain import manifest
 from mtptrain.config import Config, Device, Dtype, OnStale
-from mtptrain.data.documents import Document, write_documents
+from mtptrain.data.documents import FILE, Document, write_documents
 from mtptrain.errors import StaleError, UserError
-from mtptrain.files import hash_json
+from mtptrain.files import hash_file, hash_json
 from mtptrain.stages import parity, precompute
 from mtptrain.store.reader import Store
 from tests.unit.stores import random_documents
@@ -54,7 +54,7 @@ def config(root: Path, target: Path, documents: list[Document] | None = None, **
     for key, value in precompute_options.items():
         setattr(cfg.precompute, key, value)
     write_documents(cfg.data_dir, random_documents(LENGTHS, vocab_size=300) if documents is None else documents)
-    manifest.finish(cfg.data_dir, {}, {})
+    manifest.finish(cfg.data_dir, {}, {FILE: hash_file(cfg.data_dir / FILE)})
     return cfg
 
 
@@ -305,3 +305,17 @@ def test_inputs_hold_all_that_determines_the_bytes(tmp_path: Path, target: Path)
     assert inputs["codec"] == {"name": "bf16", "version": 1}
     write_documents(cfg.data_dir, random_documents([9]))
     assert hash_json(precompute.store_inputs(cfg, target, torch.float32)["documents"]) != hash_json(inputs["documents"])
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "flip", "empty"])
+def test_fault_16_damaged_documents_are_named_before_anything_is_computed(target: Path, tmp_path: Path, damage: str) -> None:
+    cfg = config(tmp_path, target)
+    file = cfg.data_dir / FILE
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.unlink() if damage == "missing" else file.write_bytes({"cut": data[: len(data) // 2], "flip": data, "empty": b""}[damage])
+    with pytest.raises(
+        UserError, match=rf"documents\.parquet is {'missing' if damage == 'missing' else 'damaged'}; delete .*manifest\.json"
+    ):
+        precompute.run(cfg)
+    assert not cfg.store_dir.exists()
