@@ -191,11 +191,11 @@ def test_tokens_are_counted_where_data_is_prepared(tmp_path: Path) -> None:
 def test_records_of_a_file_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": "x" * 387}) + "\n" for _ in range(50)) + "\n", encoding="utf-8")
-    cfg = _config("+recipe=tiny", "data.source=files", f"data.train=['{file}']")
+    cfg = _config("+recipe=tiny", "data.source=files", "data.limit=null", f"data.train=['{file}']")
     amount = volume(cfg)
     # 400 bytes a line are 100 tokens, and three quarters of 24 are generated
     assert (amount.documents, amount.tokens, amount.generated) == (50, 50 * (100 + 18), 50 * 18)
-    keeps = volume(_config("+recipe=tiny", "data.source=files", f"data.train=['{file}']", "data.responses.mode=keep"))
+    keeps = volume(_config("+recipe=tiny", "data.source=files", "data.limit=null", f"data.train=['{file}']", "data.responses.mode=keep"))
     assert (keeps.tokens, keeps.generated) == (5000, 0)
 
 
