@@ -44,7 +44,7 @@ _HEAD_SECTIONS = {"head", "train", "validate", "export", "plan", "wandb"}
 _OWN_FOLDER = {"name", "root", "head.label"}
 """Sweeping these names folders already."""
 _LONGEST_SUFFIX = 80
-_DISK_TROUBLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_TROUBLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """What a full, read-only or forbidden disk answers: the user's to mend, so one line."""
 
 JOBS = {

@@ -49,6 +49,8 @@ def read_json(path: Path) -> Any:
     """Parse a JSON file of ours; a damaged one is named."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise UserError(f"{path} is missing; run the stage that writes it again") from e
     except (UnicodeDecodeError, json.JSONDecodeError) as e:
         raise UserError(f"{path} is damaged ({e}); delete it and run the stage that writes it again") from e
 

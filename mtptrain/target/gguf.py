@@ -56,6 +56,9 @@ def from_wheel(path: str) -> Path:
 
 def from_gguf(gguf: Path) -> Path:
     """The converted folder of a local .gguf file, made once a content and cached."""
+    with open(gguf, "rb") as f:
+        if f.read(4) != b"GGUF":
+            raise UserError(f"target.path={gguf}: not a GGUF file (its first bytes are not GGUF); fetch it again or name another")
     digest = sha256(gguf)
     folder = cache_dir() / "targets" / f"{gguf.stem}-{digest[:12]}"
     with locked(folder):

@@ -53,9 +53,14 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, trust_rem
     In float32 on a CPU its linear layers are packed for oneDNN, so they hold no `weight` any more.
     """
     attention = "eager" if read_spec(folder).attention_softcap else "sdpa"
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except RuntimeError as e:
+        if "mismatched" not in str(e):
+            raise
+        raise UserError(f"{folder}: the weights do not have the shapes that config.json names; the checkpoint and its config differ") from e
     model = model.eval().requires_grad_(False)
     torch.nn.Module.to(model, device)
     if can_pack(model):

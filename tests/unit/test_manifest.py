@@ -7,6 +7,7 @@ import pytest
 from mtptrain import manifest
 from mtptrain.config import OnStale
 from mtptrain.errors import StaleError, UserError
+from mtptrain.files import read_json
 
 
 def test_differences_are_named_by_dotted_key() -> None:
@@ -42,3 +43,8 @@ def test_fault_16_a_damaged_manifest_is_named(tmp_path: Path) -> None:
     (tmp_path / manifest.MANIFEST).write_text('{"inputs": {')
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
         manifest.is_complete(tmp_path, {}, OnStale.error)
+
+
+def test_a_missing_file_of_ours_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"report\.json is missing; run the stage"):
+        read_json(tmp_path / "report.json")

@@ -336,3 +336,10 @@ def test_a_checkpoint_file_is_not_written_to(tmp_path: Path) -> None:
     before = sorted((p.name, p.stat().st_mtime_ns) for p in folder.iterdir())
     resolve_target(TargetConfig(path=str(folder)))
     assert sorted((p.name, p.stat().st_mtime_ns) for p in folder.iterdir()) == before
+
+
+def test_a_file_that_is_no_gguf_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"<html>not found</html>")
+    with pytest.raises(UserError, match=r"x\.gguf: not a GGUF file"):
+        resolve_target(TargetConfig(path=str(file)))
