@@ -255,6 +255,11 @@ class HeadConfig:
     sliding_window: int | None = None
     """None: the target's own; 0: full attention."""
 
+    def __post_init__(self) -> None:
+        _require(0 < self.init_std <= 10, "head.init_std", self.init_std, "must be in (0, 10]")
+        window = self.sliding_window
+        _require(window is None or window >= 0, "head.sliding_window", window, "must be >= 0 (0: full attention)")
+
 
 @dataclass(slots=True, kw_only=True)
 class LossConfig:
@@ -300,7 +305,8 @@ class OptimConfig:
     """wsd only: share of the steps in which the rate falls linearly at the end."""
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, "train.optim.lr", self.lr, "must be > 0")
+        _require(0 < self.lr <= 10, "train.optim.lr", self.lr, "must be in (0, 10]")
+        _require(0 < self.eps < 1, "train.optim.eps", self.eps, "must be in (0, 1)")
         _require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "train.optim.betas", self.betas, "needs two numbers in [0, 1)"
         )
