@@ -402,6 +402,9 @@ class ExportConfig:
     engines: list[Engine] = field(default_factory=lambda: [Engine.vllm])
     """One folder an engine."""
 
+    def __post_init__(self) -> None:
+        _require(bool(self.engines), "export.engines", "[]", "name at least one engine")
+
 
 @dataclass(slots=True, kw_only=True)
 class PlanConfig:

@@ -45,6 +45,7 @@ def test_every_section_has_slots_so_that_unknown_keys_fail() -> None:
         ("head.sliding_window=-4", "must be >= 0"),
         ("train.ema=1", "must be in [0, 1)"),
         ("validate.k=0", "must be in 1..16"),
+        ("export.engines=[]", "name at least one engine"),
     ],
 )
 def test_a_refused_value_names_its_key(override: str, limit: str) -> None:
