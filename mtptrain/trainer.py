@@ -46,13 +46,12 @@ class Progress:
 
 @dataclass(slots=True)
 class FrozenEnds:
-    """The target's frozen ends as the loss and the walk use them."""
+    """The target's frozen ends as the loss uses them."""
 
     embed_VH: Tensor
     embed_scale: float
     loss_head: LmHead
     """lm_head over the vocabulary of the loss."""
-    full_head: LmHead
 
 
 class Trainer:

@@ -11,7 +11,7 @@ import transformers
 from mtptrain import __version__, manifest
 from mtptrain.checkpoint import load_checkpoint
 from mtptrain.config import Config
-from mtptrain.files import hash_json
+from mtptrain.files import hash_json, read_json
 from mtptrain.heads.mtp import MtpHead, build_head
 from mtptrain.losses import LmHead, lm_head_of
 from mtptrain.store.reader import Store
@@ -65,6 +65,11 @@ def load_trained_head(cfg: Config, context: Context) -> tuple[MtpHead, dict[str,
     head = build_head(cfg.head, context.spec)
     head.load_state_dict(groups["head"])
     return head.to(context.device).eval().requires_grad_(False), found
+
+
+def trained_head_hash(cfg: Config) -> str:
+    """Content hash of the best checkpoint's weights: which head a report or an export is about."""
+    return read_json(cfg.train_dir / BEST / "state.json")["hashes"]["head"]
 
 
 def versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ from mtptrain.exporters.conventions import certificate_file
 from mtptrain.exporters.vllm import to_vllm
 from mtptrain.files import read_json, write_folder_atomic, write_json, write_text
 from mtptrain.report.schema import REPORT
-from mtptrain.stages.context import BEST, load_trained_head, open_context, versions
+from mtptrain.stages.context import load_trained_head, open_context, trained_head_hash, versions
 
 UNPROVEN = "vllm.unproven"
 """No engine has read the folder yet: the proof is the reference decoder's."""
@@ -28,7 +28,7 @@ def run(cfg: Config) -> None:
     head, _ = load_trained_head(cfg, context)
     report = read_json(cfg.report_dir / REPORT)
     inputs = {
-        "head": read_json(cfg.train_dir / BEST / "state.json")["hashes"]["head"],
+        "head": trained_head_hash(cfg),
         "report": found["inputs"],
         "engines": [e.name for e in cfg.export.engines],
     }

@@ -49,7 +49,6 @@ def run(cfg: Config) -> None:
         embed_VH=context.ends.embed_VH,
         embed_scale=context.spec.embed_scale,
         loss_head=context.lm_head if loss_ids is None else lm_head_of(context.spec, context.ends.lm_head_VH, loss_ids),
-        full_head=context.lm_head,
     )
     torch.use_deterministic_algorithms(True)
     with Tracker(cfg) as tracker:

@@ -19,7 +19,16 @@ from mtptrain.files import read_json, write_json, write_text
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.report.measurement import measure
 from mtptrain.report.schema import REPORT, SCHEMA, certificate, gate
-from mtptrain.stages.context import BEST, Context, as_plain, load_trained_head, open_context, open_store, store_fingerprint, versions
+from mtptrain.stages.context import (
+    Context,
+    as_plain,
+    load_trained_head,
+    open_context,
+    open_store,
+    store_fingerprint,
+    trained_head_hash,
+    versions,
+)
 from mtptrain.stages.train import spread
 from mtptrain.stages.walk import walk_documents
 from mtptrain.store.reader import Store
@@ -62,7 +71,7 @@ def run(cfg: Config) -> None:
 
 def validate_inputs(cfg: Config, context: Context) -> dict[str, Any]:
     return {
-        "head": read_json(cfg.train_dir / BEST / "state.json")["hashes"]["head"],
+        "head": trained_head_hash(cfg),
         "store": store_fingerprint(cfg),
         "target": weights_hash(context.folder),
         "validate": {k: [m.name for m in v] if k == "measure" else v for k, v in as_plain(cfg.validate).items()},

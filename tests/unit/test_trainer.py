@@ -61,7 +61,7 @@ def trainer(store: Store, folder: Path, config: TrainConfig, scores: dict[int, f
         config,
         seed=1,
         head=small_head(small_spec(), std=0.1),
-        ends=FrozenEnds(embed, 1.0, lm_head, lm_head),
+        ends=FrozenEnds(embed, 1.0, lm_head),
         store=store,
         documents=store.indices("train"),
         folder=folder,
