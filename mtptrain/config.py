@@ -45,10 +45,15 @@ class ResponseMode(Enum):
 
 class ResponseBackend(Enum):
     hf = "hf"
+    """Continuous batching on transformers, in this process."""
+    vllm = "vllm"
 
 
 class PrecomputeBackend(Enum):
     hf = "hf"
+    """Packed forwards in transformers, in this process."""
+    vllm = "vllm"
+    """vLLM's own prefill: the target as it is served, quantised or tensor parallel."""
 
 
 class Executor(Enum):
@@ -78,10 +83,21 @@ class Schedule(Enum):
 class Measurement(Enum):
     walk = "walk"
     reference = "reference"
+    vllm = "vllm"
+    """The exported folder in a real vLLM, where one is found (`engine.python`)."""
 
 
 class Engine(Enum):
     vllm = "vllm"
+
+
+class VllmLayout(Enum):
+    stock = "stock"
+    """Names and config of a class that vLLM ships: nothing to install where it serves, Llama-like targets only."""
+    plugin = "plugin"
+    """mtptrain's own class: any target; `pip install --no-deps mtptrain` where it serves."""
+    auto = "auto"
+    """stock where it fits the head, else plugin."""
 
 
 class WandbMode(Enum):
@@ -373,7 +389,7 @@ class TrainConfig:
 class ValidateConfig:
     """Acceptance, measured before the export."""
 
-    measure: list[Measurement] = field(default_factory=lambda: [Measurement.walk, Measurement.reference])
+    measure: list[Measurement] = field(default_factory=lambda: [Measurement.walk, Measurement.reference, Measurement.vllm])
     k: int = 3
     """Draft length the gate and the serving command use."""
     k_table: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
@@ -381,7 +397,12 @@ class ValidateConfig:
     documents: int = 100
     """Held-out documents walked."""
     reference_documents: int = 16
-    """Of them, documents generated again with the real target and draft (slow on a CPU)."""
+    """Of them, documents generated again with the real target and draft (slow on a CPU) where no engine is measured; with an
+    engine the reference decoder replays every document that the engine answered."""
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 16])
+    """Requests at once at which the engine is timed, with and without speculation."""
+    draft_model: str | None = None
+    """Folder of a stand-alone draft model to measure beside the head."""
     min_accepted_length: float = 1.0
     """Gate: mean accepted length at `k` below which nothing is exported."""
     max_disagreement: float = 0.02
@@ -394,16 +415,48 @@ class ValidateConfig:
         _require(self.reference_documents >= 1, "validate.reference_documents", self.reference_documents, "must be at least 1")
         _require(self.min_accepted_length >= 0, "validate.min_accepted_length", self.min_accepted_length, "must be >= 0")
         _require(0 <= self.max_disagreement <= 1, "validate.max_disagreement", self.max_disagreement, "must be in [0, 1]")
+        _require(all(b >= 1 for b in self.batch_sizes), "validate.batch_sizes", self.batch_sizes, "holds numbers of at least 1")
         _require(bool(self.measure), "validate.measure", "[]", "name at least one measurement")
+
+
+@dataclass(slots=True, kw_only=True)
+class VllmExportConfig:
+    layout: VllmLayout = VllmLayout.auto
 
 
 @dataclass(slots=True, kw_only=True)
 class ExportConfig:
     engines: list[Engine] = field(default_factory=lambda: [Engine.vllm])
     """One folder an engine."""
+    vllm: VllmExportConfig = field(default_factory=VllmExportConfig)
 
     def __post_init__(self) -> None:
         _require(bool(self.engines), "export.engines", "[]", "name at least one engine")
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineConfig:
+    """The serving engine, run as a process of its own."""
+
+    python: str = "auto"
+    """A Python that has vLLM. `auto`: this one, or the one of tools/setup_engine; `none`: no engine."""
+    any_version: bool = False
+    """Also try a vLLM of another version than the tested ones."""
+    tensor_parallel: int = 1
+    batch_size: int = 64
+    """Sequences at once."""
+    kv_cache_gib: int = 2
+    """Key/value cache on a CPU; a GPU takes its share of the free memory."""
+    timeout: float = 900.0
+    """Seconds without any progress after which the engine is ended."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's LLM class, as they are (quantization, gpu_memory_utilization, ...)."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.python), "engine.python", "''", "name a Python, or auto, or none")
+        for key in ("tensor_parallel", "batch_size", "kv_cache_gib"):
+            _require(getattr(self, key) >= 1, f"engine.{key}", getattr(self, key), "must be at least 1")
+        _require(self.timeout > 0, "engine.timeout", self.timeout, "must be > 0 seconds")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -445,6 +498,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     validate: ValidateConfig = field(default_factory=ValidateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 

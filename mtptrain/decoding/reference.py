@@ -54,17 +54,19 @@ class Top:
 
     ids: list[int]
     values: list[float]
+    bits: int = 7
+    """Of the mantissa of the dtype whose last place decides about ties; bfloat16 unless said otherwise."""
 
     @property
     def choice(self) -> int:
         return self.ids[0]
 
     def ties_with(self, token: int) -> bool:
-        """Whether `token` lies within two units in the last place of bfloat16 (8 bits of mantissa) of the best."""
+        """Whether `token` lies within two units in the last place of the best."""
         if token not in self.ids:
             return False
         best = self.values[0]
-        unit = 2.0 ** (math.floor(math.log2(abs(best))) - 7) if best else 0.0
+        unit = 2.0 ** (math.floor(math.log2(abs(best))) - self.bits) if best else 0.0
         return best - self.values[self.ids.index(token)] <= 2 * unit
 
 
@@ -78,6 +80,15 @@ class Generation:
     drafts: list[Draft]
     draft_top: list[list[Top]]
     """The draft's best logits at each drafted token."""
+
+
+_MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+
+
+def top_logits(lm_head: LmHead, state_TH: Tensor, dtype: torch.dtype) -> list[Top]:
+    """The best logits of each row, rounded to `dtype` as an engine of that dtype has them."""
+    best = lm_head.logits(state_TH).to(dtype).float().topk(_TOP, dim=-1)
+    return [Top(ids, values, _MANTISSA[dtype]) for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
 
 
 def _top(lm_head: LmHead, state_TH: Tensor) -> list[Top]:

@@ -1,120 +1,55 @@
-"""Stock vLLM contract for a norm-complete MTP head: method `eagle`, architecture DeepseekV3ForCausalLM (EagleDeepseekV3ForCausalLM).
+"""The folder vLLM loads, in one of two layouts: a class that vLLM ships, or mtptrain's plugin."""
 
-A pure function head -> (config.json, tensors), and its inverse. With the three MLA head sizes at 0 the class uses plain grouped-query
-attention with fused q, k, v. It has every norm of the head, concatenates [embedding; hidden], uses the embedding at position 0 as it
-is, recycles the post-norm state, and takes embeddings and lm_head from the target.
-"""
-
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mtptrain.config import VllmLayout
 from mtptrain.errors import UserError
+from mtptrain.exporters.vllm_plugin import from_plugin, to_plugin
+from mtptrain.exporters.vllm_stock import from_stock, to_stock, why_not
+from mtptrain.files import read_json, write_json
 from mtptrain.heads.mtp import MtpConfig, MtpHead
 from mtptrain.target.spec import TargetSpec
 
-_RENAMED = {
-    "eh_proj.weight": "fc.weight",
-    "enorm.weight": "enorm.weight",
-    "hnorm.weight": "hnorm.weight",
-    "norm.weight": "norm.weight",
-    "layer.input_layernorm.weight": "layers.0.input_layernorm.weight",
-    "layer.post_attention_layernorm.weight": "layers.0.post_attention_layernorm.weight",
-    "layer.self_attn.o_proj.weight": "layers.0.self_attn.o_proj.weight",
-    "layer.mlp.gate_proj.weight": "layers.0.mlp.gate_proj.weight",
-    "layer.mlp.up_proj.weight": "layers.0.mlp.up_proj.weight",
-    "layer.mlp.down_proj.weight": "layers.0.mlp.down_proj.weight",
-}
-_QKV = tuple(f"layer.self_attn.{x}_proj.weight" for x in "qkv")
-_FUSED = "layers.0.self_attn.qkv_proj.weight"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+METHOD = "eagle"
+"""Of vLLM's speculative config, for both layouts."""
 
 
-def refuse_what_it_cannot_express(config: MtpConfig, spec: TargetSpec) -> None:
-    """One line for the first thing of head or target that this class has no place for."""
-    layer = config.layer
-    norms = {
-        "embed": config.embed_norm,
-        "hidden": config.hidden_norm,
-        "input": layer.input_norm,
-        "post_attention": layer.post_attention_norm,
-        "output": config.output_norm,
-    }
-    reasons = [f"head.norms.{name}=false: the class always applies that norm" for name, on in norms.items() if not on]
-    if spec.model_type != "llama":
-        reasons.append(f"target model_type {spec.model_type}: only llama targets so far")
-    if layer.attention_bias:
-        reasons.append("attention_bias: the class has no q, k, v biases")
-    if layer.qk_norm:
-        reasons.append("qk_norm: the class has no q and k norms")
-    if layer.sliding_window:
-        reasons.append(f"sliding_window={layer.sliding_window}: the class attends to everything")
-    if layer.num_heads * layer.head_dim != layer.hidden_size:
-        reasons.append(f"head_dim={layer.head_dim}: the class takes hidden_size/num_heads = {layer.hidden_size / layer.num_heads:g}")
-    for name, value in (("embed_scale", spec.embed_scale), ("logit_scale", spec.logit_scale)):
-        if value != 1.0:
-            reasons.append(f"{name}={value}: the class applies none")
-    if spec.logit_softcap is not None:
-        reasons.append(f"logit_softcap={spec.logit_softcap}: the class applies none")
-    if reasons:
-        raise UserError(f"export.engines=[vllm]: the stock contract cannot express this head ({reasons[0]}); nothing was written")
+@dataclass(slots=True)
+class VllmExport:
+    layout: VllmLayout
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / CONFIG, self.config)
+        save_file(self.tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def to_vllm(head: MtpHead, spec: TargetSpec, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors of the folder vLLM loads. Raises UserError where the class cannot express the head."""
-    refuse_what_it_cannot_express(head.config, spec)
-    own = {name: p.detach() for name, p in head.named_parameters()}
-    tensors = {theirs: own[ours] for ours, theirs in _RENAMED.items()}
-    tensors[_FUSED] = torch.cat([own[name] for name in _QKV])
-    return _config(head.config, spec, dtype), {name: t.to(dtype).contiguous() for name, t in sorted(tensors.items())}
+def pick_layout(wanted: VllmLayout, config: MtpConfig, spec: TargetSpec) -> VllmLayout:
+    """`auto` resolved. UserError where the stock class is asked for and cannot express the head."""
+    reason = why_not(config, spec)
+    if wanted is VllmLayout.stock and reason:
+        raise UserError(f"export.vllm.layout=stock: vLLM's own class cannot express this head ({reason}); use export.vllm.layout=plugin")
+    if wanted is VllmLayout.auto:
+        return VllmLayout.plugin if reason else VllmLayout.stock
+    return wanted
 
 
-def from_vllm(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The head's parameters by our names, from a folder written by `to_vllm`."""
-    own = {ours: tensors[theirs] for ours, theirs in _RENAMED.items()}
-    head_dim = config["hidden_size"] // config["num_attention_heads"]
-    kv = config["num_key_value_heads"] * head_dim
-    q, k, v = tensors[_FUSED].split([config["num_attention_heads"] * head_dim, kv, kv])
-    return own | dict(zip(_QKV, (q, k, v), strict=True))
+def to_vllm(head: MtpHead, spec: TargetSpec, wanted: VllmLayout, dtype: torch.dtype = torch.bfloat16) -> VllmExport:
+    """What the folder holds. Raises UserError as `pick_layout` does."""
+    layout = pick_layout(wanted, head.config, spec)
+    config, tensors = (to_stock if layout is VllmLayout.stock else to_plugin)(head, spec, dtype)
+    return VllmExport(layout, config, tensors)
 
 
-def _config(config: MtpConfig, spec: TargetSpec, dtype: torch.dtype) -> dict[str, Any]:
-    layer = config.layer
-    rope = dict(layer.rope)
-    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "dtype": str(dtype).removeprefix("torch."),
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
-        "moe_intermediate_size": layer.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_nextn_predict_layers": 1,
-        "num_attention_heads": layer.num_heads,
-        "num_key_value_heads": layer.num_kv_heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": layer.rms_norm_eps,
-        "vocab_size": spec.vocab_size,
-        "max_position_embeddings": layer.max_position_embeddings,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        # zero MLA sizes select plain grouped-query attention
-        "qk_nope_head_dim": 0,
-        "qk_rope_head_dim": 0,
-        "v_head_dim": 0,
-        "q_lora_rank": None,
-        "kv_lora_rank": 0,
-        # no mixture of experts
-        "first_k_dense_replace": 100000,
-        "n_routed_experts": 1,
-        "n_shared_experts": 1,
-        "moe_layer_freq": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 1,
-        # both RoPE schemas: the first for old loaders, the second for transformers 5
-        "rope_theta": rope.get("rope_theta"),
-        "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
-        "rope_parameters": rope,
-    }
+def from_vllm(folder: Path) -> dict[str, Tensor]:
+    """The head's parameters by our names, as the folder holds them."""
+    config, tensors = read_json(folder / CONFIG), load_file(folder / WEIGHTS)
+    return from_stock(config, tensors) if "fc.weight" in tensors else from_plugin(tensors)

@@ -1,15 +1,21 @@
 """report.json: one versioned schema for every stage of proof.
 
-schema                1
+schema                2
 target, head          what was measured: paths, hashes, shapes
 k                     draft length of the gate and of `walk`, `reference`, `engine`
 training              updates, tokens, supervised rows, seconds
 walk                  measurement (report/measurement.py), the offline walk over all held-out documents
 reference             the same shape, real target and real draft in plain torch; null until measured
-engine                the same shape, a serving engine; null until measured
-same_documents        walk over the documents that `reference` (and `engine`) ran, to compare like with like
+engine                the same shape, the serving engine on the exported folder; null until measured
+same_documents        {"walk", "reference", "engine"}: all three over the documents that the fewest of them ran; null with the walk alone
 by_k                  {"1": measurement, ...} of the walk at other draft lengths
-certificate           agreement of the measurements; null until two of them exist
+baselines             {"ngram": measurement, ...}: the engine's own drafts on the same prompts; a decode step without a draft counts
+speed                 {"rows": [{"method", "batch_size", "k", "requests", "tokens", "seconds", "tokens_per_second"}]} of the engine
+counters              the engine's own counters of the head's run, uncut
+certificate           agreement of the two strongest measurements; null until two of them exist
+samples               a few answers of the engine, token by token: who wrote it, what was rejected
+proof                 engine, reference or walk: the strongest measurement there is
+serve                 the command that serves the head
 gate                  thresholds, and whether they are met
 versions              of everything that ran
 """
@@ -18,14 +24,14 @@ from typing import Any
 
 from mtptrain.decoding.compare import Agreement
 
-SCHEMA = 1
+SCHEMA = 2
 REPORT = "report.json"
 
 
-def certificate(drafts: Agreement, outputs: Agreement, divergences: list[dict[str, Any]]) -> dict[str, Any]:
-    """How far walk, reference and engine agree. `divergences`: documents whose outputs differ, where and whether it was a tie."""
+def certificate(between: list[str], drafts: Agreement, outputs: Agreement, divergences: list[dict[str, Any]], tie: str) -> dict[str, Any]:
+    """How far two measurements agree. `divergences`: documents whose outputs differ, where and whether it was a tie."""
     return {
-        "between": ["walk", "reference"],
+        "between": between,
         "drafted_token_agreement": drafts.agreement,
         "raw_agreement": drafts.raw,
         "drafted_tokens_compared": drafts.compared,
@@ -34,25 +40,29 @@ def certificate(drafts: Agreement, outputs: Agreement, divergences: list[dict[st
         "raw_output_agreement": outputs.raw,
         "output_tokens_compared": outputs.compared,
         "output_divergences": divergences,
-        "tie": "at most two units in the last place of bfloat16 below the best logit",
+        "tie": tie,
     }
 
 
-def gate(
-    measured: dict[str, Any], found: dict[str, Any] | None, min_accepted_length: float, max_disagreement: float
-) -> tuple[dict[str, Any], list[str]]:
-    """The gate's record and the reasons why it is shut (empty: it is open).
+def strongest(report: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The strongest measurement of a report and its name."""
+    name = next(n for n in ("engine", "reference", "walk") if report[n])
+    return name, report[name]
 
-    `measured`: the strongest measurement there is; `found`: the certificate, None where only one measurement was asked for.
-    """
+
+def gate(report: dict[str, Any], min_accepted_length: float, max_disagreement: float) -> dict[str, Any]:
+    """The gate's record: thresholds, and the reasons why it is shut (none: it is open)."""
+    _, measured = strongest(report)
     length = measured["overall"]["mean_accepted_length"]
     reasons = []
     if length is None:
         reasons.append("no draft was made: the held-out documents have no supervised rows")
     elif length < min_accepted_length:
         reasons.append(f"mean accepted length {length:.3f} is below validate.min_accepted_length={min_accepted_length}")
-    for kind in ("drafted_token_agreement", "output_agreement"):
-        if found is not None and 1 - found[kind] > max_disagreement:
-            reasons.append(f"{kind} {found[kind]:.4f} is below 1 - validate.max_disagreement={max_disagreement}")
-    record = {"min_accepted_length": min_accepted_length, "max_disagreement": max_disagreement, "open": not reasons, "reasons": reasons}
-    return record, reasons
+    found = report["certificate"]
+    for compared in [found, found.get("walk_and_reference")] if found else []:
+        for kind in ("drafted_token_agreement", "output_agreement"):
+            if compared and 1 - compared[kind] > max_disagreement:
+                names = " and ".join(compared["between"])
+                reasons.append(f"{kind} of {names} {compared[kind]:.4f} is below 1 - validate.max_disagreement={max_disagreement}")
+    return {"min_accepted_length": min_accepted_length, "max_disagreement": max_disagreement, "open": not reasons, "reasons": reasons}

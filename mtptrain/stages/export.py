@@ -1,86 +1,118 @@
-"""The export stage: one folder an engine, written only when the gate of validate is open."""
+"""The export stage: the candidate that validate measured, under a name that says how far it is proven.
 
+export/vllm            the gate is open, and the engine itself ran it
+export/vllm.unproven   the gate is open, but no engine has read it
+export/vllm.rejected   the gate is shut; it is kept to be looked at, and the job fails
+"""
+
+import shutil
 from pathlib import Path
 from typing import Any
-
-from safetensors.torch import save_file
 
 from mtptrain import manifest
 from mtptrain.config import Config
 from mtptrain.config_io import config_yaml
 from mtptrain.errors import UserError
 from mtptrain.exporters.conventions import certificate_file
-from mtptrain.exporters.vllm import to_vllm
+from mtptrain.exporters.vllm import METHOD, VllmExport, to_vllm
 from mtptrain.files import read_json, write_folder_atomic, write_json, write_text
-from mtptrain.report.schema import REPORT
-from mtptrain.stages.context import load_trained_head, open_context, trained_head_hash, versions
+from mtptrain.heads.mtp import MtpHead
+from mtptrain.report.schema import REPORT, strongest
+from mtptrain.stages.context import Context, load_trained_head, open_context, trained_head_hash, versions
 
-UNPROVEN = "vllm.unproven"
-"""No engine has read the folder yet: the proof is the reference decoder's."""
+PROVEN, UNPROVEN, REJECTED = "vllm", "vllm.unproven", "vllm.rejected"
 
 
 def run(cfg: Config) -> None:
-    """Write export/<engine>[.unproven]. Raises UserError where the gate is shut or the engine cannot express the head."""
+    """Write the folder that the report allows. Raises UserError where the gate is shut or the engine cannot express the head."""
     found = manifest.require(cfg.report_dir, "the validation report", "python -m mtptrain.validate (with the same arguments)")
-    if reasons := found["results"]["gate"]["reasons"]:
-        raise UserError(f"the gate is shut, nothing is exported: {'; '.join(reasons)} (report: {cfg.report_dir / REPORT})")
     context = open_context(cfg)
     head, _ = load_trained_head(cfg, context)
     report = read_json(cfg.report_dir / REPORT)
-    inputs = {
-        "head": trained_head_hash(cfg),
-        "report": found["inputs"],
-        "engines": [e.name for e in cfg.export.engines],
-    }
-    if found["inputs"]["head"] != inputs["head"]:
+    if found["inputs"]["head"] != trained_head_hash(cfg):
         raise UserError(
             f"{cfg.report_dir / REPORT} was measured on another head; run python -m mtptrain.validate (with the same arguments) again"
         )
-    if not manifest.is_complete(cfg.export_dir, inputs, cfg.on_stale) or not (cfg.export_dir / UNPROVEN).exists():
-        config, tensors = to_vllm(head, context.spec)
-        manifest.begin(cfg.export_dir, inputs)
-        proof = "reference" if report["reference"] else "contract"
-        about = certificate_file(
-            head.config,
-            context.spec,
-            engine="vllm",
-            layout="stock",
-            proof=proof,
-            target=report["target"],
-            certificate=report["certificate"],
+    export = to_vllm(head, context.spec, cfg.export.vllm.layout)
+    if report["layout"] != export.layout.name:
+        raise UserError(
+            f"{cfg.report_dir / REPORT} was measured on the {report['layout']} layout, not on {export.layout.name}; run "
+            "python -m mtptrain.validate (with the same arguments) again"
         )
-        about |= {"report": summary(report), "versions": versions()}
-
-        def write(folder: Path) -> None:
-            write_json(folder / "config.json", config)
-            write_json(folder / "mtptrain.json", about)
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-            write_text(folder / "config.yaml", config_yaml(cfg))
-
-        write_folder_atomic(cfg.export_dir / UNPROVEN, write)
-        manifest.finish(cfg.export_dir, inputs, {"folders": [UNPROVEN], "proof": proof})
+    inputs = {"head": trained_head_hash(cfg), "report": found["inputs"], "engines": [e.name for e in cfg.export.engines]}
+    name = folder_name(report)
+    if not manifest.is_complete(cfg.export_dir, inputs, cfg.on_stale) or not (cfg.export_dir / name).exists():
+        manifest.begin(cfg.export_dir, inputs)
+        _write(cfg, context, head, export, report)
+        manifest.finish(cfg.export_dir, inputs, {"folders": [name], "proof": report["proof"]})
+    if report["gate"]["reasons"]:
+        raise shut(cfg, report)
     print_summary(cfg, context.folder, report)
+
+
+def folder_name(report: dict[str, Any]) -> str:
+    if report["gate"]["reasons"]:
+        return REJECTED
+    return PROVEN if report["proof"] == "engine" else UNPROVEN
+
+
+def shut(cfg: Config, report: dict[str, Any]) -> UserError:
+    """Why there is no export."""
+    return UserError(
+        f"the gate is shut, nothing is exported: {'; '.join(report['gate']['reasons'])} (report: {cfg.report_dir / REPORT}; the candidate "
+        f"is kept in {cfg.export_dir / REJECTED})"
+    )
+
+
+def _write(cfg: Config, context: Context, head: MtpHead, export: VllmExport, report: dict[str, Any]) -> None:
+    about = certificate_file(
+        head.config,
+        context.spec,
+        engine="vllm",
+        layout=export.layout.name,
+        proof=report["proof"],
+        target=report["target"],
+        certificate=report["certificate"],
+    )
+    about |= {"report": summary(report), "gate": report["gate"], "versions": versions() | report["versions"]}
+
+    def write(folder: Path) -> None:
+        export.write(folder)
+        write_json(folder / "mtptrain.json", about)
+        write_text(folder / "config.yaml", config_yaml(cfg))
+
+    for other in {PROVEN, UNPROVEN, REJECTED} - {folder_name(report)}:
+        if (cfg.export_dir / other).exists():
+            shutil.rmtree(cfg.export_dir / other)
+    write_folder_atomic(cfg.export_dir / folder_name(report), write)
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
     """The figures a reader of the export wants to see first."""
-    strongest = report["reference"] or report["walk"]
+    name, measured = strongest(report)
     return {
         "k": report["k"],
-        "measured_by": "reference" if report["reference"] else "walk",
-        "mean_accepted_length": strongest["overall"]["mean_accepted_length"],
+        "measured_by": name,
+        "mean_accepted_length": measured["overall"]["mean_accepted_length"],
         "walk_mean_accepted_length": report["walk"]["overall"]["mean_accepted_length"],
     }
 
 
+def serve_command(target: Path, folder: Path, k: int) -> str:
+    """What to paste to serve the head in vLLM."""
+    speculative = f'{{"method": "{METHOD}", "model": "{folder}", "num_speculative_tokens": {k}}}'
+    return f"vllm serve {target} --speculative-config '{speculative}'"
+
+
 def print_summary(cfg: Config, target: Path, report: dict[str, Any]) -> None:
     """Where everything lies, how far it is proven, and the command that serves it."""
-    figures, folder = summary(report), cfg.export_dir / UNPROVEN
-    speculative = f'{{"method": "eagle", "model": "{folder}", "num_speculative_tokens": {report["k"]}}}'
+    figures, folder = summary(report), cfg.export_dir / folder_name(report)
+    proven = "the engine ran it" if report["proof"] == "engine" else "no engine has run it yet"
+    plugin = "\n           (first, where vLLM is installed: pip install --no-deps mtptrain)" if report["layout"] == "plugin" else ""
     print(
         f"export: {folder} (mean accepted length {figures['mean_accepted_length']:.3f} at K={figures['k']}, measured by "
-        f"{figures['measured_by']}; no engine has run it yet)\n"
+        f"{figures['measured_by']}; {proven})\n"
         f"  report   {cfg.report_dir / REPORT}\n"
-        f"  serve    vllm serve {target} --speculative-config '{speculative}'",
+        f"  serve    {serve_command(target, folder, report['k'])}{plugin}",
         flush=True,
     )

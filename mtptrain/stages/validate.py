@@ -1,24 +1,22 @@
-"""The validate stage: the trained head's acceptance by walk and reference decoder, whether they agree, and the gate."""
+"""The validate stage: the trained head's acceptance by walk, reference decoder and engine, whether they agree, and the gate.
+
+What is measured is what will be served: the head's weights are those of the candidate folder, rounded to its dtype.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
 
 from mtptrain import manifest
 from mtptrain.config import Config, Measurement
 from mtptrain.config_io import config_yaml
-from mtptrain.decoding.compare import Agreement, compare_drafts, compare_outputs
-from mtptrain.decoding.reference import Generation, greedy, speculate
-from mtptrain.decoding.walk import DocumentWalk, Draft
-from mtptrain.errors import UserError
-from mtptrain.files import read_json, write_json, write_text
+from mtptrain.engines.process import Engine, find_engine
+from mtptrain.exporters.vllm import VllmExport, from_vllm, to_vllm
+from mtptrain.files import read_json, write_folder_atomic, write_json, write_text
 from mtptrain.heads.mtp import MtpHead
+from mtptrain.report.console import print_report
 from mtptrain.report.measurement import measure
-from mtptrain.report.schema import REPORT, SCHEMA, certificate, gate
+from mtptrain.report.schema import REPORT, SCHEMA, certificate, gate, strongest
+from mtptrain.stages import export as export_stage
 from mtptrain.stages.context import (
     Context,
     as_plain,
@@ -29,57 +27,74 @@ from mtptrain.stages.context import (
     trained_head_hash,
     versions,
 )
+from mtptrain.stages.engine_trial import Findings, Trials, certify, run_trials, walks_of
+from mtptrain.stages.reference import run_reference
+from mtptrain.stages.samples import heat_strips
 from mtptrain.stages.train import spread
 from mtptrain.stages.walk import walk_documents
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import weights_hash
-from mtptrain.target.model import load_model
-from mtptrain.target.tokenizer import load_tokenizer, stop_token_ids
 
-_TABLE_WIDTH = 120
-"""A narrower table, as rich draws it into a log file, breaks every cell."""
-
-
-@dataclass(slots=True)
-class ReferenceRun:
-    """The reference decoder on some held-out documents."""
-
-    walks: list[DocumentWalk]
-    drafts: Agreement
-    outputs: Agreement
-    divergences: list[dict[str, Any]]
+CANDIDATE = "candidate"
+"""Folder inside the report's: what will be exported if the gate opens."""
+_OFFLINE_TIE = "at most two units in the last place of bfloat16 below the best logit"
+_ENGINE_TIE = "drafted tokens: at most two units in the last place of the engine's dtype below the best logit; outputs: of bfloat16"
 
 
 def run(cfg: Config) -> None:
     """Measure, write report/report.json, print the table. Raises UserError when the gate is shut."""
     context = open_context(cfg)
     head, trained = load_trained_head(cfg, context)
-    inputs = validate_inputs(cfg, context)
+    export = to_vllm(head, context.spec, cfg.export.vllm.layout)
+    engine = _engine(cfg)
+    inputs = validate_inputs(cfg, context, engine, export)
     if manifest.is_complete(cfg.report_dir, inputs, cfg.on_stale) and (cfg.report_dir / REPORT).exists():
         report = read_json(cfg.report_dir / REPORT)
     else:
         manifest.begin(cfg.report_dir, inputs)
-        report = _measure(cfg, context, head, trained)
+        write_folder_atomic(cfg.report_dir / CANDIDATE, export.write)
+        head.load_state_dict(from_vllm(cfg.report_dir / CANDIDATE))
+        report = _measure(cfg, context, head.to(context.device), trained, engine, export)
         write_text(cfg.report_dir / "config.yaml", config_yaml(cfg))
         write_json(cfg.report_dir / REPORT, report)
-        manifest.finish(cfg.report_dir, inputs, {"gate": report["gate"]})
-    print_table(report)
+        manifest.finish(cfg.report_dir, inputs, {"gate": report["gate"], "proof": report["proof"]})
+    print_report(report)
     print(f"validate: {cfg.report_dir / REPORT}", flush=True)
-    if reasons := report["gate"]["reasons"]:
-        raise UserError(f"the gate is shut, nothing is exported: {'; '.join(reasons)} (report: {cfg.report_dir / REPORT})")
+    if report["gate"]["reasons"]:
+        export_stage.run(cfg)  # keeps the candidate under the name of a rejected one, and fails
 
 
-def validate_inputs(cfg: Config, context: Context) -> dict[str, Any]:
+def _engine(cfg: Config) -> Engine | None:
+    """The engine to measure with; its absence is said, and the export's name will say it too."""
+    if Measurement.vllm not in cfg.validate.measure:
+        return None
+    engine = find_engine(cfg)
+    if engine is None:
+        print(
+            "validate: no vLLM was found (tools/setup_engine installs one; engine.python names one): the engine is not measured, and the "
+            "export will be called vllm.unproven",
+            flush=True,
+        )
+    return engine
+
+
+def validate_inputs(cfg: Config, context: Context, engine: Engine | None, export: VllmExport) -> dict[str, Any]:
     return {
         "head": trained_head_hash(cfg),
         "store": store_fingerprint(cfg),
         "target": weights_hash(context.folder),
         "validate": {k: [m.name for m in v] if k == "measure" else v for k, v in as_plain(cfg.validate).items()},
         "dtype": str(context.dtype).removeprefix("torch."),
+        "target.dtype": cfg.target.dtype.name,
+        "layout": export.layout.name,
+        "engine": engine.versions if engine else None,
+        "engine.options": as_plain(cfg.engine)["options"] if engine else None,
     }
 
 
-def _measure(cfg: Config, context: Context, head: MtpHead, trained: dict[str, Any]) -> dict[str, Any]:
+def _measure(
+    cfg: Config, context: Context, head: MtpHead, trained: dict[str, Any], engine: Engine | None, export: VllmExport
+) -> dict[str, Any]:
     store, options = open_store(cfg), cfg.validate
     documents = spread(store.indices("held_out"), options.documents)
     ks = sorted({options.k, *options.k_table})
@@ -95,113 +110,58 @@ def _measure(cfg: Config, context: Context, head: MtpHead, trained: dict[str, An
         "engine": None,
         "same_documents": None,
         "by_k": {str(k): measure(walks[k], k) for k in options.k_table},
+        "baselines": None,
+        "speed": None,
+        "counters": None,
         "certificate": None,
+        "samples": None,
+        "layout": export.layout.name,
         "versions": versions(),
     }
-    if Measurement.reference in options.measure:
+    same = dict(zip(documents, walks[options.k], strict=True))
+    if engine is not None:
+        trials = run_trials(cfg, context, engine, cfg.report_dir / CANDIDATE, store, documents)
+        findings = certify(cfg, context, head, store, documents, trials)
+        report |= _engine_parts(cfg, context, store, documents, trials, findings)
+        report["same_documents"] = {"walk": report["walk"], "reference": report["reference"], "engine": report["engine"]}
+        report["versions"] |= {f"engine.{name}": version for name, version in trials.head.versions.items()}
+    elif Measurement.reference in options.measure:
         some = spread(documents, options.reference_documents)
         reference = run_reference(cfg, context, head, store, some, drafted)
-        again = [walks[options.k][documents.index(i)] for i in some]
         report["reference"] = measure(reference.walks, options.k)
-        report["same_documents"] = measure(again, options.k)
-        report["certificate"] = certificate(reference.drafts, reference.outputs, reference.divergences)
-    strongest = report["reference"] or report["walk"]
-    report["gate"], _ = gate(strongest, report["certificate"], options.min_accepted_length, options.max_disagreement)
+        walk = measure([same[i] for i in some], options.k)
+        report["same_documents"] = {"walk": walk, "reference": report["reference"], "engine": None}
+        report["certificate"] = certificate(["walk", "reference"], reference.drafts, reference.outputs, reference.divergences, _OFFLINE_TIE)
+    report["proof"], _ = strongest(report)
+    report["gate"] = gate(report, options.min_accepted_length, options.max_disagreement)
+    folder = cfg.export_dir / export_stage.folder_name(report)
+    report["serve"] = export_stage.serve_command(context.folder, folder, options.k)
     return report
 
 
-def run_reference(
-    cfg: Config, context: Context, head: MtpHead, store: Store, documents: Sequence[int], drafted: dict[int, dict[int, list[int]]]
-) -> ReferenceRun:
-    """Generate each span of the documents again with target and head, and compare with the walk.
-
-    The output is compared with the target's own greedy output: the stored response where it was generated greedily by this
-    target, else a plain greedy generation made here.
-    """
-    model = load_model(context.folder, context.dtype, context.device, cfg.target.trust_remote_code)
-    stop_ids = set(stop_token_ids(context.folder, load_tokenizer(context.folder, cfg.target.trust_remote_code)))
-    result = ReferenceRun([], Agreement(), Agreement(), [])
-    for i in tqdm(documents, "reference decoder", unit="document"):
-        entry, tokens = store.entries[i], store.tokens(i).tolist()
-        walk = DocumentWalk(entry.id, entry.source, 0, 0, [])
-        for start, end in entry.spans:
-            with context.autocast():
-                out = speculate(
-                    model,
-                    head,
-                    context.ends.embed_VH,
-                    context.spec.embed_scale,
-                    context.lm_head,
-                    tokens[:start],
-                    end - start,
-                    stop_ids,
-                    cfg.validate.k,
-                )
-                expected = tokens[start:end]
-                if out.tokens != expected:
-                    expected = greedy(model, context.lm_head, tokens[:start], end - start, stop_ids).tokens
-            _add_span(result, walk, out, start, expected, drafted[i] if tokens[start:end] == expected else {})
-        result.walks.append(walk)
-    return result
-
-
-def _add_span(
-    result: ReferenceRun, walk: DocumentWalk, out: Generation, start: int, expected: list[int], drafted: dict[int, list[int]]
-) -> None:
-    outputs, common = compare_outputs(out, expected)
-    result.outputs.add(outputs)
-    if common < max(len(expected), len(out.tokens)):
-        result.divergences.append({"id": walk.id, "token": common, "tie": bool(outputs.ties)})
-    result.drafts.add(compare_drafts(out, drafted, start + common))
-    end = start + len(out.tokens)
-    walk.spans += 1
-    walk.generated += len(out.tokens)
-    for draft in out.drafts:
-        room = end - (draft.row + 2)
-        if room > 0:
-            accepted = min(draft.accepted, room)
-            walk.drafts.append(Draft(draft.row, draft.tokens[: min(accepted + 1, room)], accepted))
-
-
-def print_table(report: dict[str, Any]) -> None:
-    """Acceptance by draft length, then by source and measurement."""
-    table = Table(title="acceptance on held-out documents (greedy)")
-    for column in (
-        "measured by",
-        "documents",
-        "K",
-        "accepted length",
-        "95 % interval",
-        "tokens/target step",
-        "accepted by depth (conditional)",
-    ):
-        table.add_column(column, justify="right" if column not in ("measured by",) else "left")
-    rows = [(f"walk, K={k}", m["overall"]) for k, m in report["by_k"].items()]
-    rows += [(f"walk, {source}", s) for source, s in report["walk"]["by_source"].items()]
-    if report["reference"]:
-        rows += [("walk, same documents", report["same_documents"]["overall"]), ("reference decoder", report["reference"]["overall"])]
-    for name, s in rows:
-        interval = s["mean_accepted_length_ci95"]
-        table.add_row(
-            name,
-            str(s["documents"]),
-            str(len(s["accept_rate_per_position"])),
-            _number(s["mean_accepted_length"]),
-            f"{interval[0]:.3f} .. {interval[1]:.3f}" if interval else "-",
-            _number(s["tokens_per_target_step"]),
-            " ".join(_number(r) for r in s["conditional_accept_rate"]),
-        )
-    console = Console()
-    console.width = max(console.width, _TABLE_WIDTH)
-    console.print(table)
-    if found := report["certificate"]:
-        console.print(
-            f"drafted tokens equal in walk and reference: {found['drafted_token_agreement']:.4f} "
-            f"({found['drafted_tokens_compared']} compared, {found['drafted_token_ties']} ties, raw {found['raw_agreement']:.4f}); "
-            f"output equal to the target's own: "
-            f"{found['output_agreement']:.4f} ({found['output_tokens_compared']} tokens)"
-        )
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _engine_parts(
+    cfg: Config, context: Context, store: Store, documents: Sequence[int], trials: Trials, findings: Findings
+) -> dict[str, Any]:
+    k = cfg.validate.k
+    made = certificate(["reference", "engine"], findings.drafts, findings.outputs, findings.divergences, _ENGINE_TIE)
+    made["target_agreement"] = findings.target.agreement
+    made["raw_target_agreement"] = findings.target.raw
+    made["differing_drafts"] = findings.differing[:50]
+    made["drafts_altered_by_the_scheduler"] = trials.head.altered
+    methods = {"none": trials.plain, "head": trials.head, **trials.baselines}
+    return {
+        "engine": measure(findings.engine, k),
+        "reference": measure(findings.reference, k),
+        "certificate": made,
+        "baselines": {name: measure(walks_of(run, store, documents), k) for name, run in trials.baselines.items()},
+        "speed": {
+            "rows": [
+                {"method": name, "k": 0 if name == "none" else k} | row | {"tokens_per_second": row["tokens"] / row["seconds"]}
+                for name, run in methods.items()
+                for row in run.speed
+            ],
+            "load_seconds": {name: run.load_seconds for name, run in methods.items()},
+        },
+        "counters": trials.head.counters,
+        "samples": heat_strips(context.folder, cfg.target.trust_remote_code, store, documents, trials.head),
+    }

@@ -1,0 +1,59 @@
+"""The reference head on an engine's own tokens: does each draft of the engine's trace come out again?
+
+The target's states are computed afresh from the committed tokens; every draft starts from the row the engine started it from and is
+compared token by token up to its first difference, whether it was accepted or not.
+
+Legend: T tokens, H hidden, R rows that drafted.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mtptrain.decoding.compare import Agreement
+from mtptrain.decoding.reference import top_logits
+from mtptrain.engines.vllm import Step
+from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.unroll import Unroll
+from mtptrain.losses import LmHead
+
+
+@torch.no_grad()
+def replay_drafts(
+    head: MtpHead, embed_VH: Tensor, embed_scale: float, lm_head: LmHead, token_T: Tensor, final_TH: Tensor, steps: Sequence[Step]
+) -> tuple[Agreement, list[int | None]]:
+    """Agreement of all drafted tokens, and for each step where its draft differs without being a tie (None: nowhere).
+
+    `final_TH` in the engine's dtype: logits are rounded to it, and a tie is a margin of at most two units in its last place.
+    """
+    agreement = Agreement()
+    firsts: list[int | None] = [None] * len(steps)
+    drafting = sorted((i for i, step in enumerate(steps) if step.drafted), key=lambda i: steps[i].row)
+    if not drafting:
+        return agreement, firsts
+    row_S = torch.arange(len(token_T) - 1, device=token_T.device)
+    unroll = Unroll(head, embed_VH, embed_scale)
+    unroll.extend(token_T[1:], final_TH[:-1], row_S, torch.zeros_like(row_S))
+    state_RH = unroll.start(torch.tensor([steps[i].row for i in drafting], device=token_T.device))
+    depth = 0
+    while drafting:
+        going = []
+        for number, (i, top) in enumerate(zip(drafting, top_logits(lm_head, state_RH, final_TH.dtype), strict=True)):
+            token = steps[i].drafted[depth]
+            agreement.compared += 1
+            if top.choice == token:
+                agreement.equal += 1
+                if len(steps[i].drafted) > depth + 1:
+                    going.append(number)
+            elif top.ties_with(token):
+                agreement.ties += 1
+            else:
+                firsts[i] = depth
+        keep_A = torch.tensor(going, dtype=torch.int64, device=token_T.device)
+        drafting = [drafting[number] for number in going]
+        if drafting:
+            token_A = torch.tensor([steps[i].drafted[depth] for i in drafting], device=token_T.device)
+            state_RH = unroll.advance(keep_A, token_A)
+        depth += 1
+    return agreement, firsts

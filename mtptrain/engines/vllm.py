@@ -1,0 +1,160 @@
+"""What the stages ask of vLLM: answers, hidden states, and trials of a draft. Each call is one process of the engine (process.py)."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+from tqdm import tqdm
+
+from mtptrain.config import Config
+from mtptrain.engines.process import Engine, run_engine
+from mtptrain.errors import UserError
+from mtptrain.target.model import pick_device, pick_dtype
+from mtptrain.target.spec import TargetSpec
+
+
+@dataclass(slots=True, kw_only=True)
+class Prompt:
+    """One request: token ids and the most tokens to generate."""
+
+    id: str
+    tokens: list[int]
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class Step:
+    """One decode step of a request: the row its draft started from, what was drafted (maybe nothing), how much was accepted."""
+
+    row: int
+    drafted: list[int]
+    accepted: int
+
+
+@dataclass(slots=True)
+class Answer:
+    tokens: list[int]
+    """Generated ids, the end marker included where one was produced."""
+    stopped: bool
+    steps: list[Step]
+
+
+@dataclass(slots=True)
+class EngineRun:
+    """One engine over all prompts."""
+
+    answers: dict[str, Answer] = field(default_factory=dict)
+    tokens: int = 0
+    seconds: float = 0.0
+    """From the first prompt's submission to the last answer, without loading."""
+    load_seconds: float = 0.0
+    counters: dict[str, Any] = field(default_factory=dict)
+    """drafts, draft_tokens, accepted, accepted_per_position, as vLLM counts them."""
+    altered: int = 0
+    """Drafts the scheduler changed after the drafter proposed them."""
+    speed: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of batch_size, requests, tokens, seconds."""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def llm_arguments(
+    cfg: Config, target: Path, spec: TargetSpec, longest: int, speculative: dict[str, Any] | None = None, eager: bool = False
+) -> dict[str, Any]:
+    """Arguments of vLLM's LLM class. `longest`: tokens of the longest sequence, prompt and answer.
+
+    The context is longer by the draft and one more where the target allows it: within it of its end vLLM drafts nothing useful.
+    """
+    device = pick_device(cfg.device)
+    room = (speculative or {}).get("num_speculative_tokens", 0) + 1
+    arguments = {
+        "model": str(target.resolve()),
+        "dtype": engine_dtype(cfg),
+        "max_model_len": min(longest + room, spec.max_position_embeddings),
+        "max_num_seqs": cfg.engine.batch_size,
+        "tensor_parallel_size": cfg.engine.tensor_parallel,
+        "enforce_eager": eager or device.type == "cpu",
+        "trust_remote_code": cfg.target.trust_remote_code,
+        "seed": 0,
+    }
+    if speculative:
+        arguments["speculative_config"] = speculative
+    return arguments | cfg.engine.options
+
+
+def engine_dtype(cfg: Config) -> str:
+    """The compute dtype of the target, as vLLM names it."""
+    return str(pick_dtype(cfg.target.dtype, pick_device(cfg.device))).removeprefix("torch.")
+
+
+def answer(
+    cfg: Config,
+    engine: Engine,
+    folder: Path,
+    arguments: dict[str, Any],
+    prompts: Sequence[Prompt],
+    stop_ids: Iterable[int],
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seeds: dict[str, int] | None = None,
+    batch_sizes: Sequence[int] = (),
+) -> Iterator[tuple[str, Answer] | EngineRun]:
+    """Answers as they end, in any order, each once; last the run itself, which holds all of them."""
+    for prompt in prompts:
+        if len(prompt.tokens) + prompt.max_tokens > arguments["max_model_len"]:
+            raise UserError(
+                f"prompt {prompt.id}: {len(prompt.tokens)} + {prompt.max_tokens} tokens exceed the context of {arguments['max_model_len']}"
+            )
+    job = {
+        "kind": "generate",
+        "llm": arguments,
+        "stop_ids": sorted(stop_ids),
+        "temperature": temperature,
+        "top_p": top_p,
+        "batch_sizes": list(batch_sizes),
+    }
+    seeds = seeds or {}
+    requests = ({"id": p.id, "prompt": p.tokens, "max_tokens": p.max_tokens, "seed": seeds.get(p.id)} for p in prompts)
+    run = EngineRun()
+    for row in run_engine(cfg, engine, folder, job, requests):
+        match row["event"]:
+            case "loaded":
+                run.load_seconds = row["seconds"]
+            case "response":
+                run.answers[row["id"]] = Answer(row["tokens"], row["stopped"], [Step(*step) for step in row["trace"]])
+                yield row["id"], run.answers[row["id"]]
+            case "run":
+                run.tokens, run.seconds, run.counters = row["tokens"], row["seconds"], row["counters"]
+                run.altered, run.versions = row["altered"], row["versions"]
+            case "speed":
+                run.speed.append({k: row[k] for k in ("batch_size", "requests", "tokens", "seconds")})
+    yield run
+
+
+def run_to_end(label: str, count: int, events: Iterator[tuple[str, Answer] | EngineRun]) -> EngineRun:
+    """Follow `answer` with a progress bar; the finished run."""
+    with tqdm(total=count, desc=label, unit="resp", mininterval=1) as bar:
+        for event in events:
+            if isinstance(event, EngineRun):
+                return event
+            bar.update()
+    raise AssertionError("the engine's rows ended without a run")
+
+
+def capture(
+    cfg: Config, engine: Engine, folder: Path, arguments: dict[str, Any], shards: Iterable[tuple[int, list[list[int]]]], captures: list[str]
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """For each shard (number, its documents' token ids) the bf16 states [N, H] of each capture, documents one after the other."""
+    job = {"kind": "capture", "llm": arguments, "captures": captures}
+    requests = (
+        {"id": f"{shard}.{i}", "prompt": tokens, "shard": shard} for shard, documents in shards for i, tokens in enumerate(documents)
+    )
+    for row in run_engine(cfg, engine, folder, job, requests):
+        if row["event"] == "shard":
+            path = Path(row["file"])
+            states = load_file(path)
+            path.unlink()
+            yield row["shard"], states

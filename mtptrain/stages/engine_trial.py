@@ -1,0 +1,209 @@
+"""The candidate folder in a real engine: what it accepts, whether the reference head drafts the same, how fast it is.
+
+The engine answers the held-out prompts four ways, each a process of its own: without speculation, with the candidate, with n-gram lookup,
+and with a stand-alone draft model where one is given. The reference then replays every draft of the candidate's run on states that
+transformers' forward of the target computes from the committed tokens, in the engine's dtype.
+
+Legend: T tokens, H hidden.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mtptrain.batches import Batch
+from mtptrain.config import Config
+from mtptrain.data.packing import pack
+from mtptrain.decoding.compare import Agreement
+from mtptrain.decoding.reference import top_logits
+from mtptrain.decoding.replay import replay_drafts
+from mtptrain.decoding.walk import DocumentWalk, Draft, draft_all_rows, hop
+from mtptrain.engines.process import Engine
+from mtptrain.engines.vllm import Answer, EngineRun, Prompt, answer, engine_dtype, llm_arguments, run_to_end
+from mtptrain.errors import UserError
+from mtptrain.exporters.vllm import METHOD
+from mtptrain.heads.alignment import align, pack_alignments
+from mtptrain.heads.mtp import MtpHead
+from mtptrain.losses import LmHead, lm_head_of
+from mtptrain.stages.context import Context
+from mtptrain.store.reader import Store
+from mtptrain.target.ends import load_ends
+from mtptrain.target.model import capture_packed, load_model
+from mtptrain.target.tokenizer import load_tokenizer, stop_token_ids
+
+_BATCH_TOKENS = 2048
+_CHUNK_ROWS = 512
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+"""vLLM's training-free draft: the continuation of an earlier occurrence of the last tokens."""
+
+
+@dataclass(slots=True)
+class Trials:
+    """The engine's runs over the same prompts."""
+
+    plain: EngineRun
+    head: EngineRun
+    baselines: dict[str, EngineRun] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Findings:
+    """What engine and reference say of the candidate, over the same documents."""
+
+    engine: list[DocumentWalk] = field(default_factory=list)
+    reference: list[DocumentWalk] = field(default_factory=list)
+    drafts: Agreement = field(default_factory=Agreement)
+    outputs: Agreement = field(default_factory=Agreement)
+    """With speculation against without, up to the first difference."""
+    target: Agreement = field(default_factory=Agreement)
+    """The engine's own greedy tokens against the argmax of transformers' forward on the same context."""
+    divergences: list[dict[str, Any]] = field(default_factory=list)
+    differing: list[dict[str, Any]] = field(default_factory=list)
+    """Drafts that differ without being a tie."""
+
+
+def run_trials(cfg: Config, context: Context, engine: Engine, candidate: Path, store: Store, documents: Sequence[int]) -> Trials:
+    """Every run of the engine. Its job folders lie in report/engine, so that logs stay."""
+    prompts = _prompts(store, documents)
+    longest = max(len(p.tokens) + p.max_tokens for p in prompts)
+    stop_ids = stop_token_ids(context.folder, load_tokenizer(context.folder, cfg.target.trust_remote_code))
+    k = cfg.validate.k
+
+    def run(label: str, speculative: dict[str, Any] | None) -> EngineRun:
+        arguments = llm_arguments(cfg, context.folder, context.spec, longest, speculative)
+        folder = cfg.report_dir / "engine" / label.replace(" ", "_")
+        answers = answer(cfg, engine, folder, arguments, prompts, stop_ids, batch_sizes=cfg.validate.batch_sizes)
+        return run_to_end(f"vLLM, {label}", len(prompts), answers)
+
+    trials = Trials(run("plain", None), run("head", {"method": METHOD, "model": str(candidate.resolve()), "num_speculative_tokens": k}))
+    trials.baselines["ngram"] = run("ngram", NGRAM | {"num_speculative_tokens": k})
+    if model := cfg.validate.draft_model:
+        folder = Path(model).expanduser().resolve()
+        if not (folder / "config.json").exists():
+            raise UserError(f"validate.draft_model={model}: no model folder there")
+        trials.baselines["draft_model"] = run("draft model", {"method": "draft_model", "model": str(folder), "num_speculative_tokens": k})
+    return trials
+
+
+def _prompts(store: Store, documents: Sequence[int]) -> list[Prompt]:
+    """One a span: the document up to it."""
+    return [
+        Prompt(id=_name(i, n), tokens=store.tokens(i)[:start].tolist(), max_tokens=end - start)
+        for i in documents
+        for n, (start, end) in enumerate(store.entries[i].spans)
+        if start > 0
+    ]
+
+
+def _name(document: int, span: int) -> str:
+    return f"{document}.{span}"
+
+
+def walks_of(run: EngineRun, store: Store, documents: Sequence[int]) -> list[DocumentWalk]:
+    """The engine's decode steps as the walk counts drafts: cut at the span's end; a step without a draft counts as an empty one."""
+    walks = []
+    for i in documents:
+        entry = store.entries[i]
+        walk = DocumentWalk(entry.id, entry.source, 0, 0, [])
+        for n, (start, _) in enumerate(entry.spans):
+            if (found := run.answers.get(_name(i, n))) is not None:
+                walk.spans += 1
+                walk.generated += len(found.tokens)
+                walk.drafts += _cut(found, start + len(found.tokens))
+        walks.append(walk)
+    return walks
+
+
+def _cut(found: Answer, end: int) -> Iterator[Draft]:
+    for step in found.steps:
+        room = end - (step.row + 2)
+        if room > 0:
+            accepted = min(step.accepted, room)
+            yield Draft(step.row, step.drafted[: min(accepted + 1, room)], accepted)
+
+
+def certify(cfg: Config, context: Context, head: MtpHead, store: Store, documents: Sequence[int], trials: Trials) -> Findings:
+    """Compare the candidate's run with the reference. `head` has the weights of the candidate folder."""
+    dtype = getattr(torch, engine_dtype(cfg))
+    ends = load_ends(context.folder, dtype, context.device)
+    lm_head = lm_head_of(ends.spec, ends.lm_head_VH)
+    served = copy.deepcopy(head).to(dtype)
+    model = load_model(context.folder, dtype, context.device, cfg.target.trust_remote_code)
+    findings = Findings(engine=walks_of(trials.head, store, documents))
+    replays = [(i, n, start) for i in documents for n, (start, _) in enumerate(store.entries[i].spans) if start > 0]
+    walks = {i: DocumentWalk(store.entries[i].id, store.entries[i].source, 0, 0, []) for i in documents}
+    sequences = [store.tokens(i)[:start].tolist() + trials.head.answers[_name(i, n)].tokens for i, n, start in replays]
+    with tqdm(total=len(replays), desc="reference replays the engine", unit="resp", mininterval=1) as bar:
+        for group in pack([len(s) for s in sequences], _BATCH_TOKENS):
+            states = capture_packed(model, [sequences[g] for g in group], ["final"])["final"].split([len(sequences[g]) for g in group])
+            for g, final_TH in zip(group, states, strict=True):
+                i, n, start = replays[g]
+                tokens_T = torch.tensor(sequences[g], device=context.device)
+                speculated, plain = trials.head.answers[_name(i, n)], trials.plain.answers[_name(i, n)]
+                agreement, firsts = replay_drafts(
+                    served, ends.embed_VH, ends.spec.embed_scale, lm_head, tokens_T, final_TH, speculated.steps
+                )
+                findings.drafts.add(agreement)
+                findings.differing += [
+                    {"id": walks[i].id, "row": step.row, "depth": first, "token": step.drafted[first]}
+                    for step, first in zip(speculated.steps, firsts, strict=True)
+                    if first is not None
+                ]
+                _compare_outputs(findings, walks[i].id, speculated.tokens, plain.tokens, lm_head, final_TH, start)
+                _walk(walks[i], served, ends.embed_VH, ends.spec.embed_scale, lm_head, tokens_T, final_TH, start, cfg.validate.k)
+            bar.update(len(group))
+    findings.reference = [walks[i] for i in documents]
+    return findings
+
+
+def _compare_outputs(
+    findings: Findings, name: str, speculated: list[int], plain: list[int], lm_head: LmHead, final_TH: Tensor, start: int
+) -> None:
+    """Speculated tokens against plain ones up to the first difference, and against the reference's own argmax all along."""
+    tops = [t for chunk in final_TH[start - 1 : -1].split(_CHUNK_ROWS) for t in top_logits(lm_head, chunk, torch.bfloat16)]
+    for token, top in zip(speculated, tops, strict=True):
+        findings.target.compared += 1
+        findings.target.equal += top.choice == token
+        findings.target.ties += top.choice != token and top.ties_with(token)
+    for at, (ours, theirs) in enumerate(zip(speculated, plain, strict=False)):
+        findings.outputs.compared += 1
+        if ours != theirs:
+            exact = lm_head.logits(final_TH[start - 1 + at][None])[0]
+            tie = tops[at].ties_with(ours) and tops[at].ties_with(theirs)
+            findings.outputs.ties += tie
+            findings.divergences.append({"id": name, "token": at, "tie": tie, "margin": float((exact[ours] - exact[theirs]).abs())})
+            return
+        findings.outputs.equal += 1
+    if len(speculated) != len(plain):
+        findings.outputs.compared += 1
+        findings.divergences.append({"id": name, "token": min(len(speculated), len(plain)), "tie": False, "margin": None})
+
+
+def _walk(
+    walk: DocumentWalk,
+    head: MtpHead,
+    embed_VH: Tensor,
+    embed_scale: float,
+    lm_head: LmHead,
+    token_T: Tensor,
+    final_TH: Tensor,
+    start: int,
+    k: int,
+) -> None:
+    """The reference's own walk over the answer: it hops by its own drafts, not by the engine's."""
+    spans = [(start, len(token_T))]
+    rows = pack_alignments([align(len(token_T), spans, k)], [len(token_T)])
+    for name in ("row_R", "position_R", "document_R", "input_RK", "label_RK", "teacher_RK", "valid_RK"):
+        setattr(rows, name, getattr(rows, name).to(token_T.device))
+    batch = Batch([0], token_T, final_TH, rows)
+    drafted = draft_all_rows(head, batch, embed_VH, embed_scale, lm_head, k, _CHUNK_ROWS)
+    (one,) = hop(drafted, batch, [spans], [(walk.id, walk.source)], k)
+    walk.spans += one.spans
+    walk.generated += one.generated
+    walk.drafts += one.drafts
