@@ -9,6 +9,10 @@ reference             the same shape, real target and real draft in plain torch;
 engine                the same shape, a serving engine; null until measured
 same_documents        walk over the documents that `reference` (and `engine`) ran, to compare like with like
 by_k                  {"1": measurement, ...} of the walk at other draft lengths
+expected_at_temperature_1
+                      sampling: {"greedy_draft", "sampled_draft": {"accept_rate_by_step", "expected_accepted_length"}, "rows", "note"},
+                      expectations from stored states over every valid row, nothing drawn (stages/walk.py); rates of a step without rows
+                      are null
 certificate           agreement of the measurements; null until two of them exist
 gate                  thresholds, and whether they are met
 versions              of everything that ran

@@ -30,7 +30,7 @@ from mtptrain.stages.context import (
     versions,
 )
 from mtptrain.stages.train import spread
-from mtptrain.stages.walk import walk_documents
+from mtptrain.stages.walk import expected_acceptance, walk_documents
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import weights_hash
 from mtptrain.target.model import load_model
@@ -95,6 +95,7 @@ def _measure(cfg: Config, context: Context, head: MtpHead, trained: dict[str, An
         "engine": None,
         "same_documents": None,
         "by_k": {str(k): measure(walks[k], k) for k in options.k_table},
+        "expected_at_temperature_1": expected_acceptance(head, context, store, documents, options.k),
         "certificate": None,
         "versions": versions(),
     }
