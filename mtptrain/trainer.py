@@ -23,7 +23,7 @@ from mtptrain.errors import UserError
 from mtptrain.files import append_jsonl, read_jsonl_durable, write_text
 from mtptrain.heads.alignment import supervised_rows
 from mtptrain.heads.mtp import MtpHead
-from mtptrain.heads.unroll import Unroll
+from mtptrain.heads.unroll import Unroll, true_token_steps
 from mtptrain.losses import LmHead, RowStatistics, distillation_kl, hidden_match, step_weights
 from mtptrain.optim import build_adamw, load_moments, lr_factor, moments
 from mtptrain.store.reader import Store
@@ -93,14 +93,10 @@ class Trainer:
         """Weighted loss summed over the batch's valid rows, and each step's statistics."""
         rows, steps = batch.rows, self.config.steps
         unroll = Unroll(self.head, self.ends.embed_VH, self.ends.embed_scale, documents=len(batch.documents))
-        unroll.extend(batch.token_T[rows.input_RK[:, 0]], batch.final_TH[rows.row_R], rows.position_R, rows.document_R)
-        alive_R = rows.valid_RK[:, 0].nonzero().squeeze(-1)
-        states, teachers = [unroll.start(alive_R)], [rows.teacher_RK[alive_R, 0]]
-        for step in range(1, steps):
-            keep_A = rows.valid_RK[alive_R, step].nonzero().squeeze(-1)
-            alive_R = alive_R[keep_A]
-            states.append(unroll.advance(keep_A, batch.token_T[rows.input_RK[alive_R, step]]))
-            teachers.append(rows.teacher_RK[alive_R, step])
+        states, teachers = [], []
+        for step, (row_A, state_AH) in enumerate(true_token_steps(unroll, rows, batch.token_T, batch.final_TH, steps)):
+            states.append(state_AH)
+            teachers.append(rows.teacher_RK[row_A, step])
         sizes = [len(t) for t in teachers]
         weight_S = torch.cat([torch.full((n,), w, device=self._device) for n, w in zip(sizes, self.weights, strict=True)])
         state_SH, teacher_S = torch.cat(states), torch.cat(teachers)

@@ -1,19 +1,24 @@
-"""Reference speculative decoding: real target and real head in plain torch with KV caches, greedy chain of K drafts.
+"""Reference speculative decoding: real target and real head in plain torch with KV caches, greedy or sampled chain of K drafts.
 
 The draft side follows what engines do: after each verification the draft's step-0 rows of the accepted tokens are written from the
-target's true states, then the last row drafts K tokens from its own recycled state.
+target's true states, then the last row drafts K tokens from its own recycled state. Drafts are verified by rejection sampling
+(rejection.py), so the output has the target's own distribution; temperature 0 is its limit, point masses, where a draft is accepted
+while it equals the target's argmax.
 
-Legend: T tokens of one forward, H hidden.
+Legend: T tokens of one forward, H hidden, V vocabulary.
 """
 
 import inspect
 import math
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from mtptrain.decoding.rejection import draw, point_mass, verify
 from mtptrain.decoding.walk import Draft
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.unroll import Unroll
@@ -76,10 +81,10 @@ class Generation:
 
     tokens: list[int]
     top: list[Top]
-    """The target's best logits at each generated token."""
+    """The target's best logits at each generated token; at temperature 0 the token is their choice."""
     drafts: list[Draft]
     draft_top: list[list[Top]]
-    """The draft's best logits at each drafted token."""
+    """The draft's best logits at each drafted token; the token is their choice unless the draft is sampled."""
 
 
 _MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
@@ -87,13 +92,49 @@ _MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 def top_logits(lm_head: LmHead, state_TH: Tensor, dtype: torch.dtype) -> list[Top]:
     """The best logits of each row, rounded to `dtype` as an engine of that dtype has them."""
-    best = lm_head.logits(state_TH).to(dtype).float().topk(_TOP, dim=-1)
-    return [Top(ids, values, _MANTISSA[dtype]) for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    rounded = lm_head.logits(state_TH).to(dtype).float()
+    return [Top(top.ids, top.values, _MANTISSA[dtype]) for top in _top(rounded)]
 
 
-def _top(lm_head: LmHead, state_TH: Tensor) -> list[Top]:
-    best = lm_head.logits(state_TH).topk(_TOP, dim=-1)
+class DraftSampling(Enum):
+    """How a draft chooses its tokens."""
+
+    greedy = "the draft's argmax"
+    sampled = "drawn at the target's temperature"
+
+
+@dataclass(slots=True)
+class Sampling:
+    """Target and draft distributions are softmax(logits / temperature); temperature 0 is greedy and leaves chance no room."""
+
+    temperature: float = 0.0
+    draft: DraftSampling = DraftSampling.greedy
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    """Every number that the output depends on."""
+
+    @property
+    def draft_temperature(self) -> float:
+        return self.temperature if self.draft is DraftSampling.sampled else 0.0
+
+
+@dataclass(slots=True)
+class _Drafted:
+    token_1K: Tensor
+    q_KV: Tensor
+    """The distributions the tokens were drawn from."""
+    top: list[Top]
+
+
+def _top(logits_TV: Tensor) -> list[Top]:
+    best = logits_TV.topk(min(_TOP, logits_TV.shape[-1]), dim=-1)
     return [Top(ids, values) for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+
+
+def _probabilities(logits_TV: Tensor, top: list[Top], temperature: float) -> Tensor:
+    """float64 [T, V]: softmax(logits / temperature), at temperature 0 a point mass on the choice of `top`."""
+    if temperature == 0:
+        return point_mass(torch.tensor([t.choice for t in top], device=logits_TV.device), logits_TV.shape[-1])
+    return torch.softmax(logits_TV.double() / temperature, -1)
 
 
 @torch.no_grad()
@@ -103,7 +144,7 @@ def greedy(model: PreTrainedModel, lm_head: LmHead, prompt: list[int], max_token
     out = Generation([], [], [], [])
     feed = prompt
     while len(out.tokens) < max_tokens:
-        (top,) = _top(lm_head, session.feed(feed)[-1:])
+        (top,) = _top(lm_head.logits(session.feed(feed)[-1:]))
         out.tokens.append(top.choice)
         out.top.append(top)
         if top.choice in stop_ids:
@@ -123,52 +164,66 @@ def speculate(
     max_tokens: int,
     stop_ids: set[int],
     k: int,
+    sampling: Sampling | None = None,
 ) -> Generation:
-    """Greedy speculative decoding with draft length `k`; the output is the target's own greedy output."""
+    """Speculative decoding with draft length `k`, greedy unless `sampling` says otherwise.
+
+    The output is the target's own greedy output, or has the distribution of the target's own samples.
+    """
+    sampling = sampling or Sampling()
     session = TargetSession(model)
     unroll = Unroll(head, embed_VH, embed_scale)
     tokens, final_TH = list(prompt), session.feed(prompt)
-    emitted = _top(lm_head, final_TH[-1:])
+    logits_TV = lm_head.logits(final_TH[-1:])
+    top = _top(logits_TV)
+    emitted = draw(_probabilities(logits_TV, top, sampling.temperature), sampling.rng).tolist()
     out = Generation([], [], [], [])
     device = final_TH.device
     first_row = 0
     while True:
-        tokens += [top.choice for top in emitted]
-        out.tokens += [top.choice for top in emitted]
-        out.top += emitted
+        tokens += emitted
+        out.tokens += emitted
+        out.top += top[: len(emitted)]
         if len(out.tokens) >= max_tokens or out.tokens[-1] in stop_ids:
             return out
         row_S = torch.arange(first_row, first_row + len(final_TH), device=device)
         stored_TH = final_TH.to(torch.bfloat16).to(final_TH.dtype)  # what the store, and a bf16 engine, hand to the head
         unroll.extend(torch.tensor(tokens, device=device)[row_S + 1], stored_TH, row_S, torch.zeros_like(row_S))
-        draft_top = _draft(unroll, lm_head, len(final_TH) - 1, k, device)
-        drafted = [top.choice for top in draft_top]
+        draft = _draft(unroll, lm_head, len(final_TH) - 1, k, sampling, device)
+        drafted = draft.token_1K[0].tolist()
         states_TH = session.feed([tokens[-1], *drafted])
-        verified = _top(lm_head, states_TH)
-        accepted = next((i for i in range(k) if drafted[i] != verified[i].choice), k)
+        logits_TV = lm_head.logits(states_TH)
+        top = _top(logits_TV)
+        verdict = verify(draft.token_1K, draft.q_KV[None], _probabilities(logits_TV, top, sampling.temperature)[None], sampling.rng)
+        accepted = int(verdict.accepted_B)
         out.drafts.append(Draft(len(tokens) - 2, drafted, accepted))
-        out.draft_top.append(draft_top)
+        out.draft_top.append(draft.top)
         first_row = len(tokens) - 1  # the row of the token that was fed first
-        emitted = _cut(verified[: accepted + 1], stop_ids, max_tokens - len(out.tokens))
+        emitted = _cut([*drafted[:accepted], int(verdict.token_B)], stop_ids, max_tokens - len(out.tokens))
         final_TH = states_TH[: len(emitted)]
         session.rewind(len(tokens) + len(emitted) - 1)
 
 
-def _draft(unroll: Unroll, lm_head: LmHead, row: int, k: int, device: torch.device) -> list[Top]:
+def _draft(unroll: Unroll, lm_head: LmHead, row: int, k: int, sampling: Sampling, device: torch.device) -> _Drafted:
     """Draft `k` tokens from one row of the latest `extend`."""
     only = torch.zeros(1, dtype=torch.int64, device=device)
     state_1H = unroll.start(only + row)
-    drafted: list[Top] = []
-    for _ in range(k):
-        drafted += _top(lm_head, state_1H)
-        if len(drafted) < k:
-            state_1H = unroll.advance(only, only + drafted[-1].choice)
-    return drafted
+    tokens: list[Tensor] = []
+    distributions: list[Tensor] = []
+    tops: list[Top] = []
+    for step in range(k):
+        if step:
+            state_1H = unroll.advance(only, tokens[-1])
+        logits_1V = lm_head.logits(state_1H)
+        tops += _top(logits_1V)
+        distributions.append(_probabilities(logits_1V, tops[-1:], sampling.draft_temperature))
+        tokens.append(draw(distributions[-1], sampling.rng))
+    return _Drafted(torch.stack(tokens, 1), torch.cat(distributions), tops)
 
 
-def _cut(verified: list[Top], stop_ids: set[int], room: int) -> list[Top]:
+def _cut(tokens: list[int], stop_ids: set[int], room: int) -> list[int]:
     """Up to the first stop id (kept) and at most `room`."""
-    for i, top in enumerate(verified[:room]):
-        if top.choice in stop_ids:
-            return verified[: i + 1]
-    return verified[:room]
+    for i, token in enumerate(tokens[:room]):
+        if token in stop_ids:
+            return tokens[: i + 1]
+    return tokens[:room]

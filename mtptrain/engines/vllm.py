@@ -65,10 +65,11 @@ def llm_arguments(
 ) -> dict[str, Any]:
     """Arguments of vLLM's LLM class. `longest`: tokens of the longest sequence, prompt and answer.
 
-    The context is longer by the draft and one more where the target allows it: within it of its end vLLM drafts nothing useful.
+    The context is longer where the target allows it: vLLM drafts nothing, for no request of the batch, once one of them has less room
+    than a verification of K drafted tokens and K more.
     """
     device = pick_device(cfg.device)
-    room = (speculative or {}).get("num_speculative_tokens", 0) + 1
+    room = 2 * (speculative or {}).get("num_speculative_tokens", 0) + 2
     arguments = {
         "model": str(target.resolve()),
         "dtype": engine_dtype(cfg),

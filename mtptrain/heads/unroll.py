@@ -6,9 +6,12 @@ Step 0 of every row of a document gives the keys that later rows see; steps k >=
 (an engine rewrites the draft's KV from true target states after each verification). Only rows that draft have queries.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from mtptrain.heads.alignment import Alignment
 from mtptrain.heads.layers import attend
 from mtptrain.heads.mtp import MtpHead
 
@@ -86,3 +89,17 @@ class Unroll:
         mixed_RND = torch.cat(mixed) if mixed else q_RND
         self._state_RH = self._head.output(self._head.layer.finish(x_RH, mixed_RND))
         return self._state_RH
+
+
+def true_token_steps(unroll: Unroll, rows: Alignment, token_T: Tensor, final_TH: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each step over its valid rows, fed the true tokens: indices into `rows` [A], ascending, and the draft states [A, H].
+
+    A row that is valid at a step was valid at the step before. `unroll` is new.
+    """
+    unroll.extend(token_T[rows.input_RK[:, 0]], final_TH[rows.row_R], rows.position_R, rows.document_R)
+    alive_A = rows.valid_RK[:, 0].nonzero().squeeze(-1)
+    yield alive_A, unroll.start(alive_A)
+    for step in range(1, steps):
+        keep_A = rows.valid_RK[alive_A, step].nonzero().squeeze(-1)
+        alive_A = alive_A[keep_A]
+        yield alive_A, unroll.advance(keep_A, token_T[rows.input_RK[alive_A, step]])

@@ -16,6 +16,10 @@ certificate           agreement of the two strongest measurements; null until tw
 samples               a few answers of the engine, token by token: who wrote it, what was rejected
 proof                 engine, reference or walk: the strongest measurement there is
 serve                 the command that serves the head
+expected_at_temperature_1
+                      sampling: {"greedy_draft", "sampled_draft": {"accept_rate_by_step", "expected_accepted_length"}, "rows", "note"},
+                      expectations from stored states over every valid row, nothing drawn (stages/walk.py); rates of a step without rows
+                      are null
 gate                  thresholds, and whether they are met
 versions              of everything that ran
 """

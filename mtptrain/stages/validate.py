@@ -31,12 +31,14 @@ from mtptrain.stages.engine_trial import Findings, Trials, certify, run_trials, 
 from mtptrain.stages.reference import run_reference
 from mtptrain.stages.samples import heat_strips
 from mtptrain.stages.train import spread
-from mtptrain.stages.walk import walk_documents
+from mtptrain.stages.walk import expected_acceptance, walk_documents
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import weights_hash
 
 CANDIDATE = "candidate"
 """Folder inside the report's: what will be exported if the gate opens."""
+_EXPECTED_DOCUMENTS = 16
+"""Held-out documents of the expectation at temperature 1: it looks at every row, so it is dearer than the walk."""
 _OFFLINE_TIE = "at most two units in the last place of bfloat16 below the best logit"
 _ENGINE_TIE = "drafted tokens: at most two units in the last place of the engine's dtype below the best logit; outputs: of bfloat16"
 
@@ -113,6 +115,7 @@ def _measure(
         "baselines": None,
         "speed": None,
         "counters": None,
+        "expected_at_temperature_1": expected_acceptance(head, context, store, spread(documents, _EXPECTED_DOCUMENTS), options.k),
         "certificate": None,
         "samples": None,
         "layout": export.layout.name,

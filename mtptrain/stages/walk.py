@@ -1,9 +1,11 @@
-"""The offline walk over stored documents, as training and validation use it."""
+"""The offline walk and the expected acceptance of sampling over stored documents, as training and validation use them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from mtptrain.batches import load_batch
+from mtptrain.batches import Batch, load_batch
 from mtptrain.data.packing import pack
+from mtptrain.decoding.expected import ExpectedAcceptance, expected_by_step, expected_length
 from mtptrain.decoding.walk import DocumentWalk, draft_all_rows, hop
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.stages.context import Context
@@ -11,6 +13,8 @@ from mtptrain.store.reader import Store
 
 _BATCH_TOKENS = 4096
 _CHUNK_ROWS = 512
+_PROBABILITY_ROWS = 128
+"""A chunk of the expectation, which holds several arrays of rows x vocabulary at once."""
 
 
 def walk_documents(
@@ -23,9 +27,7 @@ def walk_documents(
     longest = max(ks)
     walks: dict[int, dict[int, DocumentWalk]] = {k: {} for k in ks}
     drafted: dict[int, dict[int, list[int]]] = {}
-    for group in pack([store.entries[i].length for i in documents], _BATCH_TOKENS):
-        members = [documents[g] for g in group]
-        batch = load_batch(store, members, longest, context.dtype, context.device)
+    for members, batch in _batches(context, store, documents, longest):
         with context.autocast():
             rows = draft_all_rows(head, batch, context.ends.embed_VH, context.spec.embed_scale, context.lm_head, longest, _CHUNK_ROWS)
         entries = [store.entries[i] for i in members]
@@ -39,3 +41,29 @@ def walk_documents(
         for position, number, tokens in zip(position_R, document_R, rows.tokens_R, strict=True):
             drafted[members[number]][position] = tokens
     return {k: [walks[k][i] for i in documents] for k in ks}, drafted
+
+
+def expected_acceptance(head: MtpHead, context: Context, store: Store, documents: Sequence[int], k: int) -> dict[str, Any]:
+    """Expected acceptance at temperature 1 of greedy and of sampled drafts of length `k` (decoding/expected.py).
+
+    Rows are contexts from the stored (greedy) responses, every valid one of the documents, not contexts that sampling would reach; step k
+    is fed the true continuation, and steps are assumed independent in the product of the expected length. Where a step has no valid row,
+    its rate and the lengths are None.
+    """
+    total = ExpectedAcceptance.zeros(k)
+    for _, batch in _batches(context, store, documents, k):
+        with context.autocast():
+            total.add(expected_by_step(head, batch, context.ends.embed_VH, context.spec.embed_scale, context.lm_head, k, _PROBABILITY_ROWS))
+    return {
+        "greedy_draft": {"accept_rate_by_step": total.greedy_rates, "expected_accepted_length": expected_length(total.greedy_rates)},
+        "sampled_draft": {"accept_rate_by_step": total.sampled_rates, "expected_accepted_length": expected_length(total.sampled_rates)},
+        "rows": int(total.rows_K[0]),
+        "note": "contexts from the stored responses, fed their true tokens; steps assumed independent in the expected length",
+    }
+
+
+def _batches(context: Context, store: Store, documents: Sequence[int], steps: int) -> Iterator[tuple[list[int], Batch]]:
+    """Documents packed, with their global indices."""
+    for group in pack([store.entries[i].length for i in documents], _BATCH_TOKENS):
+        members = [documents[g] for g in group]
+        yield members, load_batch(store, members, steps, context.dtype, context.device)

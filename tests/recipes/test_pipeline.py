@@ -42,6 +42,9 @@ def test_one_command_ends_with_an_exported_head_and_its_report(finished: Path) -
     for measurement in (report["walk"], report["reference"]):
         assert measurement["overall"]["mean_accepted_length"] >= 1.0
         assert len(measurement["overall"]["accept_rate_per_position"]) == report["k"] == 3
+    expected = report["expected_at_temperature_1"]
+    assert expected["rows"] > 0
+    assert all(1 <= expected[draft]["expected_accepted_length"] <= 1 + report["k"] for draft in ("greedy_draft", "sampled_draft"))
     assert report["engine"] is None
     assert report["certificate"]["output_agreement"] == 1.0
     assert report["certificate"]["drafted_token_agreement"] >= 0.98

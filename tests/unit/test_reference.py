@@ -1,5 +1,10 @@
-"""The reference decoder with a real (tiny, random) target in transformers: lossless, and equal to the offline walk."""
+"""The reference decoder with a real (tiny, random) target in transformers: lossless, and equal to the offline walk.
 
+Statistics of sampled output: three chi-square tests of level ALPHA on fixed seeds; with other random numbers at least one of them would
+fail with probability below 3 * ALPHA = 0.03 %.
+"""
+
+import random
 from pathlib import Path
 
 import pytest
@@ -8,16 +13,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mtptrain.batches import Batch
 from mtptrain.config import HeadConfig
+from mtptrain.decoding import rejection
 from mtptrain.decoding.compare import compare_drafts, compare_outputs
-from mtptrain.decoding.reference import Generation, Top, greedy, speculate
+from mtptrain.decoding.reference import DraftSampling, Generation, Sampling, Top, greedy, speculate
 from mtptrain.decoding.walk import draft_all_rows, hop
 from mtptrain.heads.alignment import align
 from mtptrain.heads.mtp import MtpHead, build_head, init_from_last_layer, init_random
 from mtptrain.losses import LmHead, lm_head_of
 from mtptrain.target.ends import TargetEnds, load_ends, load_last_layer
+from tests.unit.distributions import chi_square
 from tests.unit.tiny import tiny_llama
 
 PROMPT = [1, 40, 41, 90, 17, 200, 33]
+ALPHA = 1e-4
 
 
 class Pair:
@@ -50,8 +58,8 @@ class Pair:
             loss.backward()
             optimizer.step()
 
-    def speculate(self, prompt: list[int], max_tokens: int, stop_ids: set[int], k: int) -> Generation:
-        return speculate(self.model, self.head, self.ends.embed_VH, 1.0, self.lm_head, prompt, max_tokens, stop_ids, k)
+    def speculate(self, prompt: list[int], max_tokens: int, stop_ids: set[int], k: int, sampling: Sampling | None = None) -> Generation:
+        return speculate(self.model, self.head, self.ends.embed_VH, 1.0, self.lm_head, prompt, max_tokens, stop_ids, k, sampling)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +96,32 @@ def test_output_stops_at_the_first_stop_id_even_inside_an_accepted_draft(pair: P
     for stop in dict.fromkeys(own):
         expected = own[: own.index(stop) + 1]
         assert pair.speculate(PROMPT, 40, {stop}, 3).tokens == expected
+
+
+@pytest.mark.parametrize("draft", DraftSampling)
+def test_temperature_0_is_greedy_whatever_the_draft_sampling_and_the_stream(pair: Pair, draft: DraftSampling) -> None:
+    assert pair.speculate(PROMPT, 40, set(), 3, Sampling(0.0, draft, random.Random(5))) == pair.speculate(PROMPT, 40, set(), 3)
+
+
+@pytest.mark.parametrize("draft", DraftSampling)
+def test_sampled_output_belongs_to_its_stream_and_stops_where_it_should(pair: Pair, draft: DraftSampling) -> None:
+    def run(seed: int, max_tokens: int, stop_ids: set[int]) -> Generation:
+        return pair.speculate(PROMPT, max_tokens, stop_ids, 3, Sampling(0.7, draft, random.Random(seed)))
+
+    out = run(1, 40, set())
+    assert out == run(1, 40, set()) != run(2, 40, set())
+    assert len(out.tokens) == len(out.top) == 40
+    stop = out.tokens[10]
+    assert run(1, 40, {stop}).tokens == out.tokens[: out.tokens.index(stop) + 1]
+    assert run(1, 7, set()).tokens == out.tokens[:7]
+    at = 1
+    for draft_ in out.drafts:
+        emitted = out.tokens[at : at + draft_.accepted + 1]
+        assert draft_.row == len(PROMPT) + at - 2
+        assert len(draft_.tokens) == 3
+        assert emitted[: draft_.accepted] == draft_.tokens[: draft_.accepted][: len(emitted)]
+        at += len(emitted)
+    assert at == 40
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -139,3 +173,73 @@ def test_outputs_are_compared_to_the_first_difference() -> None:
     assert (agreement.equal, agreement.ties, agreement.compared, common) == (1, 1, 2, 1)
     agreement, common = compare_outputs(out, [1, 2])
     assert (agreement.equal, agreement.ties, agreement.compared, common) == (2, 0, 3, 2)
+
+
+class SmallPair:
+    """A target and an unrelated head with few tokens, so that all continuations can be enumerated."""
+
+    VOCAB, PROMPT = 4, (1, 3, 0)
+
+    def __init__(self, folder: Path) -> None:
+        sizes = {"vocab_size": self.VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 4}
+        folder = tiny_llama(folder, **sizes)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.ends: TargetEnds = load_ends(folder, torch.float32, torch.device("cpu"))
+        self.ends.lm_head_VH.mul_(3)
+        self.model.get_output_embeddings().weight.data.mul_(3)
+        self.head: MtpHead = build_head(HeadConfig(), self.ends.spec)
+        init_random(self.head, 0.3, 0)
+
+    @torch.no_grad()
+    def exact(self, temperature: float) -> torch.Tensor:
+        """p(a) p(b | a) p(c | a b), [V, V, V], from the target's own logits after each possible continuation."""
+        v = self.VOCAB
+        ids = [[*self.PROMPT, a, b] for a in range(v) for b in range(v)]
+        p = (self.model(torch.tensor(ids)).logits.double() / temperature).softmax(-1).view(v, v, -1, v)
+        n = len(self.PROMPT)
+        return p[0, 0, n - 1][:, None, None] * p[:, 0, n][:, :, None] * p[:, :, n + 1]
+
+    def chi_square(self, draft: DraftSampling, runs: int, temperature: float = 1.0) -> float:
+        """p-value of the first three tokens of `runs` generations against `exact`."""
+        sampling = Sampling(temperature, draft, random.Random(0))
+        lm_head = lm_head_of(self.ends.spec, self.ends.lm_head_VH)
+        counts = torch.zeros(self.VOCAB, self.VOCAB, self.VOCAB)
+        for _ in range(runs):
+            out = speculate(self.model, self.head, self.ends.embed_VH, 1.0, lm_head, list(self.PROMPT), 3, set(), 2, sampling)
+            counts[tuple(out.tokens)] += 1
+        return chi_square(counts, self.exact(temperature))
+
+
+@pytest.fixture(scope="module")
+def small_pair(tmp_path_factory: pytest.TempPathFactory) -> SmallPair:
+    return SmallPair(tmp_path_factory.mktemp("target") / "small")
+
+
+def accept_the_targets_argmax(draft_BK: torch.Tensor, _q_BKV: torch.Tensor, p_BKV: torch.Tensor) -> torch.Tensor:
+    return (draft_BK == p_BKV.argmax(-1)).double()
+
+
+def replace_from_p(_q_BV: torch.Tensor, p_BV: torch.Tensor) -> torch.Tensor:
+    return p_BV
+
+
+@pytest.mark.parametrize(
+    ("draft", "temperature"), [(DraftSampling.greedy, 1.0), (DraftSampling.sampled, 1.0), (DraftSampling.sampled, 0.5)]
+)
+def test_sampled_output_has_the_targets_own_distribution(small_pair: SmallPair, draft: DraftSampling, temperature: float) -> None:
+    assert small_pair.chi_square(draft, 700, temperature) > ALPHA
+
+
+@pytest.mark.parametrize(
+    ("draft", "part", "rule"),
+    [
+        (DraftSampling.greedy, "acceptance", accept_the_targets_argmax),
+        (DraftSampling.sampled, "acceptance", accept_the_targets_argmax),
+        (DraftSampling.greedy, "residual", replace_from_p),
+    ],
+)
+def test_the_same_test_rejects_a_wrong_rule_with_fewer_runs(
+    monkeypatch: pytest.MonkeyPatch, small_pair: SmallPair, draft: DraftSampling, part: str, rule: object
+) -> None:
+    monkeypatch.setattr(rejection, part, rule)
+    assert small_pair.chi_square(draft, 200) < ALPHA
