@@ -87,13 +87,14 @@ class Generation:
     """The draft's best logits at each drafted token; the token is their choice unless the draft is sampled."""
 
 
-_MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+"""Bits of it."""
 
 
 def top_logits(lm_head: LmHead, state_TH: Tensor, dtype: torch.dtype) -> list[Top]:
     """The best logits of each row, rounded to `dtype` as an engine of that dtype has them."""
     rounded = lm_head.logits(state_TH).to(dtype).float()
-    return [Top(top.ids, top.values, _MANTISSA[dtype]) for top in _top(rounded)]
+    return [Top(top.ids, top.values, MANTISSA[dtype]) for top in _top(rounded)]
 
 
 class DraftSampling(Enum):

@@ -1,12 +1,12 @@
 """An engine runs as a process of its own, because engines pin torch: from a job file, its results as files.
 
-    FOLDER/job.json         what to do, written here before the process starts
+    FOLDER/jobs.json        what to do, by name and in this order; written here before the process starts
     FOLDER/requests.jsonl   what to do it with
-    FOLDER/results.jsonl    one row an event, appended by the engine's process as things happen
+    FOLDER/results.jsonl    one row an event ({"job": its name, ...}), appended by the engine's process as things happen
     FOLDER/engine.log       everything the engine prints
     FOLDER/site/            mtptrain alone, so that the engine's Python imports it without this environment's packages
 
-The last row is {"event": "done"} or {"event": "error", "message": ...}. A process that ends without either, that reports nothing
+The last row is {"event": "all done"} or {"event": "error", "message": ...}. A process that ends without either, that reports nothing
 for `engine.timeout` seconds, or whose engine is missing or of another version becomes one UserError that names the log.
 """
 
@@ -30,7 +30,7 @@ from mtptrain.engines.plugin import ENTRY_POINT
 from mtptrain.errors import UserError
 from mtptrain.files import write_json, write_text
 
-JOB, REQUESTS, RESULTS, LOG = "job.json", "requests.jsonl", "results.jsonl", "engine.log"
+JOBS, REQUESTS, RESULTS, LOG = "jobs.json", "requests.jsonl", "results.jsonl", "engine.log"
 VENV = ".venv-engine"
 """Where tools/setup_engine puts an engine, beside the package or in the working directory."""
 TESTED = "0.32."
@@ -111,13 +111,15 @@ def _checked(cfg: Config, engine: Engine) -> Engine:
 
 
 def run_engine(
-    cfg: Config, engine: Engine, folder: Path, job: dict[str, Any], requests: Iterable[dict[str, Any]]
+    cfg: Config, engine: Engine, folder: Path, jobs: dict[str, dict[str, Any]], requests: Iterable[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Run one job; yields its rows as they come, without the closing one. Whatever `folder` held is deleted.
+    """Run jobs one after the other on the same requests; yields their rows as they come, without the closing one.
+
+    Whatever `folder` held is deleted. The engine is imported once, which takes as long as to load a small model.
 
     The process ends with this generator, also when it is closed early or this process is killed.
     """
-    _lay_out(folder, job, requests)
+    _lay_out(folder, jobs, requests)
     with open(folder / LOG, "wb") as log:
         process = subprocess.Popen(
             [engine.python, "-m", "mtptrain.engines.vllm_worker", str(folder.resolve())],
@@ -137,7 +139,7 @@ def run_engine(
         shutil.rmtree(folder / "site", ignore_errors=True)
 
 
-def _lay_out(folder: Path, job: dict[str, Any], requests: Iterable[dict[str, Any]]) -> None:
+def _lay_out(folder: Path, jobs: dict[str, dict[str, Any]], requests: Iterable[dict[str, Any]]) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     (folder / "site").mkdir(parents=True)
@@ -148,7 +150,7 @@ def _lay_out(folder: Path, job: dict[str, Any], requests: Iterable[dict[str, Any
     with open(folder / REQUESTS, "w", encoding="utf-8") as f:
         f.writelines(json.dumps(row) + "\n" for row in requests)
     (folder / RESULTS).touch()
-    write_json(folder / JOB, job)
+    write_json(folder / JOBS, jobs)
 
 
 def _environment(cfg: Config, folder: Path) -> dict[str, str]:
@@ -177,10 +179,10 @@ def _follow(cfg: Config, process: "subprocess.Popen[bytes]", folder: Path) -> It
             *lines, pending = pending.split(b"\n")
             for line in lines:
                 row = json.loads(line)
-                if row["event"] == "done":
+                if row["event"] == "all done":
                     return
                 if row["event"] == "error":
-                    raise UserError(f"the engine failed: {row['message']} (log: {folder / LOG})")
+                    raise UserError(f"the engine failed in its {row['job']} run: {row['message']} (log: {folder / LOG})")
                 yield row
                 heard = time.monotonic()
             if ended:

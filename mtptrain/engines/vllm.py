@@ -90,26 +90,22 @@ def engine_dtype(cfg: Config) -> str:
     return str(pick_dtype(cfg.target.dtype, pick_device(cfg.device))).removeprefix("torch.")
 
 
-def answer(
-    cfg: Config,
-    engine: Engine,
-    folder: Path,
+def answer_job(
     arguments: dict[str, Any],
     prompts: Sequence[Prompt],
     stop_ids: Iterable[int],
     *,
     temperature: float = 0.0,
     top_p: float = 1.0,
-    seeds: dict[str, int] | None = None,
     batch_sizes: Sequence[int] = (),
-) -> Iterator[tuple[str, Answer] | EngineRun]:
-    """Answers as they end, in any order, each once; last the run itself, which holds all of them."""
+) -> dict[str, Any]:
+    """A job that answers every prompt. UserError for one that does not fit."""
     for prompt in prompts:
         if len(prompt.tokens) + prompt.max_tokens > arguments["max_model_len"]:
             raise UserError(
                 f"prompt {prompt.id}: {len(prompt.tokens)} + {prompt.max_tokens} tokens exceed the context of {arguments['max_model_len']}"
             )
-    job = {
+    return {
         "kind": "generate",
         "llm": arguments,
         "stop_ids": sorted(stop_ids),
@@ -117,32 +113,45 @@ def answer(
         "top_p": top_p,
         "batch_sizes": list(batch_sizes),
     }
+
+
+def answer(
+    cfg: Config,
+    engine: Engine,
+    folder: Path,
+    jobs: dict[str, dict[str, Any]],
+    prompts: Sequence[Prompt],
+    seeds: dict[str, int] | None = None,
+) -> Iterator[tuple[str, str, Answer] | dict[str, EngineRun]]:
+    """(job, prompt id, answer) as they end, each once; last all runs by job, with everything in them."""
     seeds = seeds or {}
     requests = ({"id": p.id, "prompt": p.tokens, "max_tokens": p.max_tokens, "seed": seeds.get(p.id)} for p in prompts)
-    run = EngineRun()
-    for row in run_engine(cfg, engine, folder, job, requests):
+    runs = {name: EngineRun() for name in jobs}
+    for row in run_engine(cfg, engine, folder, jobs, requests):
+        run = runs[row["job"]]
         match row["event"]:
             case "loaded":
                 run.load_seconds = row["seconds"]
             case "response":
                 run.answers[row["id"]] = Answer(row["tokens"], row["stopped"], [Step(*step) for step in row["trace"]])
-                yield row["id"], run.answers[row["id"]]
+                yield row["job"], row["id"], run.answers[row["id"]]
             case "run":
                 run.tokens, run.seconds, run.counters = row["tokens"], row["seconds"], row["counters"]
                 run.altered, run.versions = row["altered"], row["versions"]
             case "speed":
                 run.speed.append({k: row[k] for k in ("batch_size", "requests", "tokens", "seconds")})
-    yield run
+    yield runs
 
 
-def run_to_end(label: str, count: int, events: Iterator[tuple[str, Answer] | EngineRun]) -> EngineRun:
-    """Follow `answer` with a progress bar; the finished run."""
+def run_to_end(label: str, count: int, events: Iterator[tuple[str, str, Answer] | dict[str, EngineRun]]) -> dict[str, EngineRun]:
+    """Follow `answer` with a progress bar; the finished runs. `count`: answers of all jobs."""
     with tqdm(total=count, desc=label, unit="resp", mininterval=1) as bar:
         for event in events:
-            if isinstance(event, EngineRun):
+            if isinstance(event, dict):
                 return event
+            bar.set_postfix_str(event[0], refresh=False)
             bar.update()
-    raise AssertionError("the engine's rows ended without a run")
+    raise AssertionError("the engine's rows ended without its runs")
 
 
 def capture(
@@ -153,7 +162,7 @@ def capture(
     requests = (
         {"id": f"{shard}.{i}", "prompt": tokens, "shard": shard} for shard, documents in shards for i, tokens in enumerate(documents)
     )
-    for row in run_engine(cfg, engine, folder, job, requests):
+    for row in run_engine(cfg, engine, folder, {"capture": job}, requests):
         if row["event"] == "shard":
             path = Path(row["file"])
             states = load_file(path)

@@ -1,17 +1,18 @@
-"""Runs inside the engine's own Python: vLLM does one job of `engines/process.py`.
+"""Runs inside the engine's own Python: vLLM does the jobs of `engines/process.py`, each in a child forked after vLLM was imported.
 
     python -m mtptrain.engines.vllm_worker FOLDER
 
-Kinds of job (job.json; `llm` holds vLLM's own arguments):
+Kinds of job (jobs.json; `llm` holds vLLM's own arguments):
 
     generate   every request answered; a row {"event": "response", "id", "tokens", "stopped", "trace"} each as it ends, then
-               {"event": "run", "tokens", "seconds", "counters"}. `trace`: see vllm_trace.py; [] without speculation
-    speed      the same requests at each of `batch_sizes`, only timed: {"event": "speed", "batch_size", "tokens", "seconds"}
+               {"event": "run", "tokens", "seconds", "counters"}. `trace`: see vllm_trace.py; [] without speculation. Afterwards some
+               requests again for each of `batch_sizes`, only timed: {"event": "speed", "batch_size", "tokens", "seconds"}
     capture    hidden states of whole documents, a group of them (a shard) a file: {"event": "shard", "shard", "file"}
 """
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,33 +22,61 @@ from pathlib import Path
 from typing import Any
 
 Emit = Callable[..., None]
+_TIMED = 4
+"""Requests that are timed at least, so that batch size 1 is more than one answer."""
 
 
 class Rows:
-    """Appends rows to results.jsonl, each whole and at once."""
+    """Appends rows of one job to results.jsonl, each whole and at once."""
 
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+    def __init__(self, path: Path, job: str) -> None:
+        self._fd, self._job = os.open(path, os.O_WRONLY | os.O_APPEND), job
 
     def __call__(self, event: str, **values: Any) -> None:
-        os.write(self._fd, (json.dumps({"event": event, **values}) + "\n").encode())
+        os.write(self._fd, (json.dumps({"job": self._job, "event": event, **values}) + "\n").encode())
 
 
 def main(folder: Path) -> int:
     _end_with_parent()
-    emit = Rows(folder / "results.jsonl")
+    results = folder / "results.jsonl"
     try:
-        job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-        KINDS[job["kind"]](folder, job, emit)
+        jobs = json.loads((folder / "jobs.json").read_text(encoding="utf-8"))
+        import vllm
+
+        print(f"mtptrain: vLLM {vllm.__version__}", flush=True)
     except Exception as e:  # whatever it is, it is reported to the process that asked
         traceback.print_exc()
-        emit("error", message=_one_line(e))
+        Rows(results, "first")("error", message=_one_line(e))
         return 1
-    emit("done")
+    for name, job in jobs.items():
+        print(f"mtptrain: == {name}", flush=True)
+        if (status := _in_child(folder, job, Rows(results, name))) != 0:
+            return status
+    Rows(results, "last")("all done")
     return 0
 
 
-def _one_line(error: Exception) -> str:
+def _in_child(folder: Path, job: dict[str, Any], emit: Emit) -> int:
+    """Run one job in a fork: its memory and its threads end with it."""
+    child = os.fork()
+    if child == 0:
+        status = 0
+        try:
+            KINDS[job["kind"]](folder, job, emit)
+        except BaseException as e:
+            traceback.print_exc()
+            emit("error", message=_one_line(e))
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # vLLM's own threads and processes would hold the interpreter
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status < 0:
+        emit("error", message=f"its process was ended by {signal.Signals(-status).name} (out of memory?)")
+    return status
+
+
+def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"[:500]
 
@@ -57,7 +86,7 @@ def _end_with_parent() -> None:
 
     def wait() -> None:
         sys.stdin.buffer.read()
-        os._exit(1)
+        os.killpg(os.getpgid(0), signal.SIGKILL)  # this process leads the group: its children end too
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -135,12 +164,17 @@ def _generate(folder: Path, job: dict[str, Any], emit: Emit) -> None:
 
 
 def _time(engine: Any, requests: list[dict[str, Any]], size: int, job: dict[str, Any], emit: Emit) -> None:
-    """`size` requests at once, all of them from the start to the last one's end."""
-    some = [r | {"id": f"{r['id']}@{size}"} for r in requests[: max(size, 1)]]
+    """The first few requests, `size` of them at any moment until they run out."""
+    waiting = [r | {"id": f"{r['id']}@{size}"} for r in requests[: max(size, _TIMED)]]
+    count, tokens = len(waiting), 0
     began = time.monotonic()
-    _submit(engine, some, job)
-    tokens = sum(len(output.outputs[0].token_ids) for output in _finished(engine))
-    emit("speed", batch_size=size, requests=len(some), tokens=tokens, seconds=time.monotonic() - began)
+    _submit(engine, waiting[:size], job)
+    del waiting[:size]
+    for output in _finished(engine):
+        tokens += len(output.outputs[0].token_ids)
+        if waiting:
+            _submit(engine, [waiting.pop(0)], job)
+    emit("speed", batch_size=size, requests=count, tokens=tokens, seconds=time.monotonic() - began)
 
 
 def _capture(folder: Path, job: dict[str, Any], emit: Emit) -> None:
@@ -179,6 +213,4 @@ def _versions() -> dict[str, str]:
 KINDS: dict[str, Callable[[Path, dict[str, Any], Emit], None]] = {"generate": _generate, "capture": _capture}
 
 if __name__ == "__main__":
-    status = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    os._exit(status)  # vLLM's own threads and processes would hold the interpreter
+    sys.exit(main(Path(sys.argv[1])))

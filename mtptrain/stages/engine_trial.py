@@ -21,11 +21,11 @@ from mtptrain.batches import Batch
 from mtptrain.config import Config
 from mtptrain.data.packing import pack
 from mtptrain.decoding.compare import Agreement
-from mtptrain.decoding.reference import top_logits
+from mtptrain.decoding.reference import MANTISSA, top_logits
 from mtptrain.decoding.replay import replay_drafts
 from mtptrain.decoding.walk import DocumentWalk, Draft, draft_all_rows, hop
 from mtptrain.engines.process import Engine
-from mtptrain.engines.vllm import Answer, EngineRun, Prompt, answer, engine_dtype, llm_arguments, run_to_end
+from mtptrain.engines.vllm import Answer, EngineRun, Prompt, answer, answer_job, engine_dtype, llm_arguments, run_to_end
 from mtptrain.errors import UserError
 from mtptrain.exporters.vllm import METHOD
 from mtptrain.heads.alignment import align, pack_alignments
@@ -39,6 +39,7 @@ from mtptrain.target.tokenizer import load_tokenizer, stop_token_ids
 
 _BATCH_TOKENS = 2048
 _CHUNK_ROWS = 512
+NONE, HEAD = "none", "head"
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """vLLM's training-free draft: the continuation of an earlier occurrence of the last tokens."""
 
@@ -69,26 +70,28 @@ class Findings:
 
 
 def run_trials(cfg: Config, context: Context, engine: Engine, candidate: Path, store: Store, documents: Sequence[int]) -> Trials:
-    """Every run of the engine. Its job folders lie in report/engine, so that logs stay."""
+    """Every run of the engine. Its job folder is report/engine, so that the log stays."""
     prompts = _prompts(store, documents)
     longest = max(len(p.tokens) + p.max_tokens for p in prompts)
     stop_ids = stop_token_ids(context.folder, load_tokenizer(context.folder, cfg.target.trust_remote_code))
-    k = cfg.validate.k
-
-    def run(label: str, speculative: dict[str, Any] | None) -> EngineRun:
+    jobs = {}
+    for name, draft in _drafts(cfg, candidate).items():
+        speculative = draft and draft | {"num_speculative_tokens": cfg.validate.k}
         arguments = llm_arguments(cfg, context.folder, context.spec, longest, speculative)
-        folder = cfg.report_dir / "engine" / label.replace(" ", "_")
-        answers = answer(cfg, engine, folder, arguments, prompts, stop_ids, batch_sizes=cfg.validate.batch_sizes)
-        return run_to_end(f"vLLM, {label}", len(prompts), answers)
+        jobs[name] = answer_job(arguments, prompts, stop_ids, batch_sizes=cfg.validate.batch_sizes)
+    runs = run_to_end("vLLM", len(jobs) * len(prompts), answer(cfg, engine, cfg.report_dir / "engine", jobs, prompts))
+    return Trials(runs.pop(NONE), runs.pop(HEAD), runs)
 
-    trials = Trials(run("plain", None), run("head", {"method": METHOD, "model": str(candidate.resolve()), "num_speculative_tokens": k}))
-    trials.baselines["ngram"] = run("ngram", NGRAM | {"num_speculative_tokens": k})
+
+def _drafts(cfg: Config, candidate: Path) -> dict[str, dict[str, Any] | None]:
+    """Every way to draft, by its name in the report, as vLLM's speculative config."""
+    drafts: dict[str, dict[str, Any] | None] = {NONE: None, HEAD: {"method": METHOD, "model": str(candidate.resolve())}, "ngram": NGRAM}
     if model := cfg.validate.draft_model:
         folder = Path(model).expanduser().resolve()
         if not (folder / "config.json").exists():
             raise UserError(f"validate.draft_model={model}: no model folder there")
-        trials.baselines["draft_model"] = run("draft model", {"method": "draft_model", "model": str(folder), "num_speculative_tokens": k})
-    return trials
+        drafts["draft_model"] = {"method": "draft_model", "model": str(folder)}
+    return drafts
 
 
 def _prompts(store: Store, documents: Sequence[int]) -> list[Prompt]:
@@ -166,7 +169,9 @@ def _compare_outputs(
     findings: Findings, name: str, speculated: list[int], plain: list[int], lm_head: LmHead, final_TH: Tensor, start: int
 ) -> None:
     """Speculated tokens against plain ones up to the first difference, and against the reference's own argmax all along."""
-    tops = [t for chunk in final_TH[start - 1 : -1].split(_CHUNK_ROWS) for t in top_logits(lm_head, chunk, torch.bfloat16)]
+    tops = [t for chunk in final_TH[start - 1 : -1].split(_CHUNK_ROWS) for t in top_logits(lm_head, chunk, final_TH.dtype)]
+    for top in tops:
+        top.bits = MANTISSA[torch.bfloat16]
     for token, top in zip(speculated, tops, strict=True):
         findings.target.compared += 1
         findings.target.equal += top.choice == token

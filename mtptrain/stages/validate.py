@@ -27,7 +27,7 @@ from mtptrain.stages.context import (
     trained_head_hash,
     versions,
 )
-from mtptrain.stages.engine_trial import Findings, Trials, certify, run_trials, walks_of
+from mtptrain.stages.engine_trial import HEAD, NONE, Findings, Trials, certify, run_trials, walks_of
 from mtptrain.stages.reference import run_reference
 from mtptrain.stages.samples import heat_strips
 from mtptrain.stages.train import spread
@@ -151,7 +151,7 @@ def _engine_parts(
     made["raw_target_agreement"] = findings.target.raw
     made["differing_drafts"] = findings.differing[:50]
     made["drafts_altered_by_the_scheduler"] = trials.head.altered
-    methods = {"none": trials.plain, "head": trials.head, **trials.baselines}
+    methods = {NONE: trials.plain, HEAD: trials.head, **trials.baselines}
     return {
         "engine": measure(findings.engine, k),
         "reference": measure(findings.reference, k),
@@ -159,7 +159,7 @@ def _engine_parts(
         "baselines": {name: measure(walks_of(run, store, documents), k) for name, run in trials.baselines.items()},
         "speed": {
             "rows": [
-                {"method": name, "k": 0 if name == "none" else k} | row | {"tokens_per_second": row["tokens"] / row["seconds"]}
+                {"method": name, "k": 0 if name == NONE else k} | row | {"tokens_per_second": row["tokens"] / row["seconds"]}
                 for name, run in methods.items()
                 for row in run.speed
             ],
