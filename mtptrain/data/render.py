@@ -7,9 +7,9 @@ from rich.text import Text
 
 from mtptrain.data.documents import Document
 from mtptrain.data.template import ChatTemplate
+from mtptrain.visible import visible
 
 OPEN, CLOSE = "⟦", "⟧"
-_CONTROL = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"} | {127: "\u2421"} | dict.fromkeys(range(128, 160), "\ufffd")
 _STYLE = """
 body { font: 14px/1.5 monospace; white-space: pre-wrap; margin: 2em }
 h2 { font-size: 14px; white-space: normal }
@@ -33,7 +33,7 @@ def coloured(document: Document, template: ChatTemplate) -> Text:
     """For the console: supervised text in green. Data can't style or control the terminal."""
     text = Text()
     for supervised, ids in runs(document):
-        text.append(_visible(template.decode(ids)), style="bold green" if supervised else "dim")
+        text.append(visible(template.decode(ids)), style="bold green" if supervised else "dim")
     return text
 
 
@@ -42,11 +42,9 @@ def samples_text(documents: Sequence[Document], template: ChatTemplate) -> str:
     parts = [f"Supervised tokens stand between {OPEN} and {CLOSE}.\n"]
     for document in documents:
         body = "".join(
-            f"{OPEN}{text}{CLOSE}" if supervised else text
-            for supervised, ids in runs(document)
-            for text in [_visible(template.decode(ids))]
+            f"{OPEN}{text}{CLOSE}" if supervised else text for supervised, ids in runs(document) for text in [visible(template.decode(ids))]
         )
-        parts.append(f"--- {_visible(_title(document))}\n{body}\n")
+        parts.append(f"--- {visible(_title(document))}\n{body}\n")
     return "\n".join(parts)
 
 
@@ -54,9 +52,9 @@ def samples_html(documents: Sequence[Document], template: ChatTemplate) -> str:
     """One self-contained page; supervised stretches are marked green. All text is escaped."""
     parts = [f"<!doctype html><meta charset=utf-8><title>mtptrain samples</title><style>{_STYLE}</style>"]
     for document in documents:
-        parts.append(f"<h2>{html.escape(_visible(_title(document)))}</h2>")
+        parts.append(f"<h2>{html.escape(visible(_title(document)))}</h2>")
         for supervised, ids in runs(document):
-            text = html.escape(_visible(template.decode(ids)))
+            text = html.escape(visible(template.decode(ids)))
             parts.append(f"<mark>{text}</mark>" if supervised else f"<span>{text}</span>")
     return "".join(parts) + "\n"
 
@@ -64,8 +62,3 @@ def samples_html(documents: Sequence[Document], template: ChatTemplate) -> str:
 def _title(document: Document) -> str:
     supervised = sum(end - start for start, end in document.spans)
     return f"{document.id} ({document.source}, {document.split}): {len(document.tokens)} tokens, {supervised} supervised"
-
-
-def _visible(text: str) -> str:
-    """Control characters as their pictures, so that no escape sequence reaches a terminal."""
-    return text.translate(_CONTROL)
