@@ -221,7 +221,9 @@ class PrecomputeConfig:
     captures: list[str] = field(default_factory=lambda: ["final"])
     """Capture points: `final` (after the target's final norm) and `after_<i>` (after decoder layer i, 0-based)."""
     batch_tokens: int = 1024
-    """Token budget of one packed forward; a longer document is a batch of its own."""
+    """Token budget of one packed forward; a longer document is a batch of its own. vLLM: tokens of one step."""
+    parity_documents: int = 4
+    """Documents whose states are compared with transformers' plain forward before anything is kept; 0: none."""
 
     def __post_init__(self) -> None:
         _require(bool(self.captures), "precompute.captures", self.captures, "name at least one capture")
@@ -229,6 +231,7 @@ class PrecomputeConfig:
         for name in self.captures:
             ok = name == "final" or (name.startswith("after_") and name[6:].isdigit())
             _require(ok, "precompute.captures", name, "is neither `final` nor `after_<layer>`")
+        _require(self.parity_documents >= 0, "precompute.parity_documents", self.parity_documents, "must be >= 0 (0: no comparison)")
         _require(self.batch_tokens >= 1, "precompute.batch_tokens", self.batch_tokens, "must be at least 1")
 
 

@@ -1,17 +1,16 @@
 """The target answers every dialogue, turn after turn; each answer is on disk before it counts, so a killed run goes on."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from mtptrain.data.dialogues import Dialogue
-from mtptrain.data.responses import Completed, Request
+from mtptrain.data.responses import Completed, Generate, Request
 from mtptrain.data.template import ChatTemplate
 from mtptrain.files import append_jsonl, hash_json, read_jsonl_durable
 
 FILE = "responses.jsonl"
-Generate = Callable[[Sequence[Request]], Iterable[list[Completed]]]
 
 
 class AnswerFile:

@@ -11,7 +11,7 @@ draws from a stream of random numbers that belongs to (seed, request id), so it 
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -42,6 +42,10 @@ class Completed:
     id: str
     tokens: list[int]
     hit_limit: bool
+
+
+Generate = Callable[[Sequence[Request]], Iterable[list[Completed]]]
+"""Sequences as they end, in any order, each once; a list holds those that ended together."""
 
 
 @dataclass(slots=True)

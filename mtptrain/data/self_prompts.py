@@ -14,10 +14,10 @@ from importlib.resources import files
 from math import ceil
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mtptrain.config import SelfConfig
-from mtptrain.data.responses import Completed, HfGenerator, Request
+from mtptrain.data.responses import Completed, Generate, Request
 from mtptrain.data.split import NGRAM, normalised
 from mtptrain.errors import UserError
 
@@ -104,37 +104,26 @@ class TurnFilter:
 
 
 def write_user_turns(
-    model: PreTrainedModel,
+    generate: Generate,
     tokenizer: PreTrainedTokenizerBase,
     stop_ids: Sequence[int],
     cfg: SelfConfig,
-    seed: int,
     known: set[str],
-    batch_size: int = 96,
     done: Sequence[Round] = (),
 ) -> Iterator[Round]:
     """Yield rounds of new user turns, `cfg.count` in all, none equal to a `known` text or sharing 13 consecutive words with one.
 
-    `done`: the rounds of a call that was cut short; the rest is what that call would have yielded. Warns and ends with fewer
-    when four attempts a turn were not enough.
+    `generate` samples at the temperature of `cfg`. `done`: the rounds of a call that was cut short; the rest is what that call would
+    have yielded. Warns and ends with fewer when four attempts a turn were not enough.
     """
     prefix = user_prefix(tokenizer)
-    generator = HfGenerator(
-        model,
-        stop_ids,
-        batch_size=batch_size,
-        max_new_tokens=cfg.max_new_tokens,
-        temperature=cfg.temperature,
-        top_p=cfg.top_p,
-        seed=seed,
-    )
     written_before = [text for earlier in done for text in earlier.texts]
     turns = TurnFilter(tokenizer, stop_ids, cfg.min_new_tokens, known | set(written_before))
     kept, attempts = len(written_before), done[-1].attempts if done else 0
     while kept < cfg.count and attempts < _ATTEMPTS_PER_TURN * cfg.count:
         size = min(_ROUND, ceil((cfg.count - kept) * _SPARE), _ATTEMPTS_PER_TURN * cfg.count - attempts)
         requests = [Request(str(n), prefix) for n in range(attempts, attempts + size)]
-        written = sorted((turn for done in generator.run(requests) for turn in done), key=lambda turn: int(turn.id))
+        written = sorted((turn for done in generate(requests) for turn in done), key=lambda turn: int(turn.id))
         attempts += size
         texts = [text for turn in written if (text := turns.accept(turn)) is not None][: cfg.count - kept]
         kept += len(texts)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import mtptrain
@@ -28,7 +29,7 @@ from mtptrain import __version__
 from mtptrain.config import Config
 from mtptrain.engines.plugin import ENTRY_POINT
 from mtptrain.errors import UserError
-from mtptrain.files import write_json, write_text
+from mtptrain.files import write_atomic, write_json, write_text
 
 JOBS, REQUESTS, RESULTS, LOG = "jobs.json", "requests.jsonl", "results.jsonl", "engine.log"
 VENV = ".venv-engine"
@@ -110,33 +111,78 @@ def _checked(cfg: Config, engine: Engine) -> Engine:
     return engine
 
 
+class EngineProcess:
+    """One process of the engine, from `with` to its end: it ends too when this process is killed. Whatever `folder` held is deleted.
+
+    `jobs` run one after the other on the same requests: the engine is imported once, which takes as long as to load a small model.
+    """
+
+    def __init__(
+        self, cfg: Config, engine: Engine, folder: Path, jobs: dict[str, dict[str, Any]], requests: Iterable[dict[str, Any]]
+    ) -> None:
+        self._cfg, self._engine, self._folder = cfg, engine, folder
+        self._jobs, self._requests = jobs, requests
+
+    def __enter__(self) -> "EngineProcess":
+        folder = self._folder
+        _lay_out(folder, self._jobs, self._requests)
+        with open(folder / LOG, "wb") as log:
+            self._process = subprocess.Popen(
+                [self._engine.python, "-m", "mtptrain.engines.vllm_worker", str(folder.resolve())],
+                stdin=subprocess.PIPE,  # its end tells the worker that this process is gone
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(self._cfg, folder),
+                cwd=folder,
+                start_new_session=True,
+            )
+        self._results = open(folder / RESULTS, "rb")
+        return self
+
+    def rows(self, until: str) -> Iterator[dict[str, Any]]:
+        """Rows as they come, up to the one of event `until`, which is not yielded."""
+        heard, pending = time.monotonic(), b""
+        while True:
+            ended = self._process.poll() is not None  # asked before reading, so that nothing written before the end is missed
+            line = pending + self._results.readline()
+            if not line.endswith(b"\n"):
+                pending = line
+                self._wait(ended, heard)
+                continue
+            heard, pending, row = time.monotonic(), b"", json.loads(line)
+            if row["event"] == "error":
+                raise UserError(f"the engine failed in its {row['job']} run: {row['message']} (log: {self._folder / LOG})")
+            if row["event"] == until:
+                return
+            yield row
+
+    def _wait(self, ended: bool, heard: float) -> None:
+        log = self._folder / LOG
+        if ended:
+            raise UserError(f"the engine's process ended with status {self._process.returncode} before its work was done (log: {log})")
+        if time.monotonic() - heard > self._cfg.engine.timeout:
+            raise UserError(
+                f"the engine reported nothing for engine.timeout={self._cfg.engine.timeout:g} s and was ended (log: {log}); raise "
+                "engine.timeout if it was still at work"
+            )
+        time.sleep(_POLL_SECONDS)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _end(self._process, 0.0 if kind else _EXIT_SECONDS)
+        self._results.close()
+        shutil.rmtree(self._folder / "site", ignore_errors=True)
+
+
 def run_engine(
     cfg: Config, engine: Engine, folder: Path, jobs: dict[str, dict[str, Any]], requests: Iterable[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Run jobs one after the other on the same requests; yields their rows as they come, without the closing one.
+    """All rows of `jobs`, as they come."""
+    with EngineProcess(cfg, engine, folder, jobs, requests) as process:
+        yield from process.rows("all done")
 
-    Whatever `folder` held is deleted. The engine is imported once, which takes as long as to load a small model.
 
-    The process ends with this generator, also when it is closed early or this process is killed.
-    """
-    _lay_out(folder, jobs, requests)
-    with open(folder / LOG, "wb") as log:
-        process = subprocess.Popen(
-            [engine.python, "-m", "mtptrain.engines.vllm_worker", str(folder.resolve())],
-            stdin=subprocess.PIPE,  # its end tells the worker that this process is gone
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=_environment(cfg, folder),
-            cwd=folder,
-            start_new_session=True,
-        )
-    patience = 0.0
-    try:
-        yield from _follow(cfg, process, folder)
-        patience = _EXIT_SECONDS
-    finally:
-        _end(process, patience)
-        shutil.rmtree(folder / "site", ignore_errors=True)
+def write_requests(path: Path, requests: Iterable[dict[str, Any]]) -> None:
+    write_atomic(path, lambda tmp: tmp.write_text("".join(json.dumps(row) + "\n" for row in requests), encoding="utf-8"))
 
 
 def _lay_out(folder: Path, jobs: dict[str, dict[str, Any]], requests: Iterable[dict[str, Any]]) -> None:
@@ -147,15 +193,15 @@ def _lay_out(folder: Path, jobs: dict[str, dict[str, Any]], requests: Iterable[d
     about = folder / "site" / f"mtptrain-{__version__}.dist-info"
     write_text(about / "METADATA", f"Metadata-Version: 2.1\nName: mtptrain\nVersion: {__version__}\n")
     write_text(about / "entry_points.txt", ENTRY_POINT)
-    with open(folder / REQUESTS, "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(row) + "\n" for row in requests)
+    write_requests(folder / REQUESTS, requests)
     (folder / RESULTS).touch()
     write_json(folder / JOBS, jobs)
 
 
 def _environment(cfg: Config, folder: Path) -> dict[str, str]:
     """The engine's own, without what this Python added for itself."""
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "LD_PRELOAD")}
+    dropped = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "LD_PRELOAD", "PYTHONDONTWRITEBYTECODE")  # the last: imports take twice as long
+    env = {k: v for k, v in os.environ.items() if k not in dropped}
     return env | {
         "PYTHONPATH": str((folder / "site").resolve()),
         "HF_HUB_OFFLINE": "1",
@@ -167,35 +213,6 @@ def _environment(cfg: Config, folder: Path) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(cfg.threads or len(os.sched_getaffinity(0))),
     }
-
-
-def _follow(cfg: Config, process: "subprocess.Popen[bytes]", folder: Path) -> Iterator[dict[str, Any]]:
-    heard = time.monotonic()
-    with open(folder / RESULTS, "rb") as results:
-        pending = b""
-        while True:
-            ended = process.poll() is not None  # asked before reading, so that nothing written before the end is missed
-            pending += results.read()
-            *lines, pending = pending.split(b"\n")
-            for line in lines:
-                row = json.loads(line)
-                if row["event"] == "all done":
-                    return
-                if row["event"] == "error":
-                    raise UserError(f"the engine failed in its {row['job']} run: {row['message']} (log: {folder / LOG})")
-                yield row
-                heard = time.monotonic()
-            if ended:
-                raise UserError(
-                    f"the engine's process ended with status {process.returncode} before its work was done (log: {folder / LOG})"
-                )
-            if time.monotonic() - heard > cfg.engine.timeout:
-                raise UserError(
-                    f"the engine reported nothing for engine.timeout={cfg.engine.timeout:g} s and was ended (log: {folder / LOG}); "
-                    "raise engine.timeout if it was still at work"
-                )
-            if not lines:
-                time.sleep(_POLL_SECONDS)
 
 
 def _end(process: "subprocess.Popen[bytes]", patience: float) -> None:

@@ -1,5 +1,6 @@
 """What the stages ask of vLLM: answers, hidden states, and trials of a draft. Each call is one process of the engine (process.py)."""
 
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtptrain.config import Config
-from mtptrain.engines.process import Engine, run_engine
+from mtptrain.data.responses import Completed, Request
+from mtptrain.engines.process import Engine, EngineProcess, run_engine, write_requests
 from mtptrain.errors import UserError
 from mtptrain.target.model import pick_device, pick_dtype
 from mtptrain.target.spec import TargetSpec
@@ -94,12 +96,9 @@ def answer_job(
     arguments: dict[str, Any],
     prompts: Sequence[Prompt],
     stop_ids: Iterable[int],
-    *,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
     batch_sizes: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """A job that answers every prompt. UserError for one that does not fit."""
+    """A job that answers every prompt greedily. UserError for one that does not fit."""
     for prompt in prompts:
         if len(prompt.tokens) + prompt.max_tokens > arguments["max_model_len"]:
             raise UserError(
@@ -109,8 +108,6 @@ def answer_job(
         "kind": "generate",
         "llm": arguments,
         "stop_ids": sorted(stop_ids),
-        "temperature": temperature,
-        "top_p": top_p,
         "batch_sizes": list(batch_sizes),
     }
 
@@ -124,8 +121,7 @@ def answer(
     seeds: dict[str, int] | None = None,
 ) -> Iterator[tuple[str, str, Answer] | dict[str, EngineRun]]:
     """(job, prompt id, answer) as they end, each once; last all runs by job, with everything in them."""
-    seeds = seeds or {}
-    requests = ({"id": p.id, "prompt": p.tokens, "max_tokens": p.max_tokens, "seed": seeds.get(p.id)} for p in prompts)
+    requests = ({"id": p.id, "prompt": p.tokens, "max_tokens": p.max_tokens} for p in prompts)
     runs = {name: EngineRun() for name in jobs}
     for row in run_engine(cfg, engine, folder, jobs, requests):
         run = runs[row["job"]]
@@ -154,16 +150,57 @@ def run_to_end(label: str, count: int, events: Iterator[tuple[str, str, Answer] 
     raise AssertionError("the engine's rows ended without its runs")
 
 
-def capture(
+class VllmGenerator:
+    """Answers requests in one engine process that lives from the first of them to `close`; as data/responses.py's generator does."""
+
+    def __init__(self, cfg: Config, engine: Engine, folder: Path, arguments: dict[str, Any], stop_ids: Sequence[int]) -> None:
+        self._cfg, self._stop_ids, self._folder, self._batches = cfg, frozenset(stop_ids), folder, 0
+        job = {"kind": "answer", "llm": arguments, "stop_ids": sorted(stop_ids)}
+        self._process = EngineProcess(cfg, engine, folder, {"answer": job}, [])
+        self._process.__enter__()
+
+    def run(self, requests: Sequence[Request], max_new_tokens: int, temperature: float, top_p: float) -> Iterator[list[Completed]]:
+        """Sequences as they end, in any order, each once. Sampled ones draw from a stream that belongs to (seed, request id)."""
+        rows = [
+            {
+                "id": r.id,
+                "prompt": r.prompt,
+                "max_tokens": max_new_tokens,
+                "temperature": temperature,
+                "top_p": top_p,
+                "seed": random.Random(f"{self._cfg.seed}/{r.id}").getrandbits(62) if temperature else None,
+            }
+            for r in requests
+        ]
+        write_requests(self._folder / f"requests.{self._batches}.jsonl", rows)
+        self._batches += 1
+        for row in self._process.rows("batch"):
+            if row["event"] == "response":
+                yield [Completed(row["id"], row["tokens"], hit_limit=not row["stopped"])]
+
+    def close(self, failed: bool = False) -> None:
+        """End the engine; at once where something failed."""
+        if not failed:
+            (self._folder / "requests.end").touch()
+            list(self._process.rows("all done"))
+        self._process.__exit__(RuntimeError if failed else None, None, None)
+
+
+def capture_states(
     cfg: Config, engine: Engine, folder: Path, arguments: dict[str, Any], shards: Iterable[tuple[int, list[list[int]]]], captures: list[str]
-) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """For each shard (number, its documents' token ids) the bf16 states [N, H] of each capture, documents one after the other."""
+) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
+    """For each shard (number, its documents' token ids) the bf16 states [N, H] of each capture, documents one after the other.
+
+    First a None, once the engine is loaded.
+    """
     job = {"kind": "capture", "llm": arguments, "captures": captures}
     requests = (
         {"id": f"{shard}.{i}", "prompt": tokens, "shard": shard} for shard, documents in shards for i, tokens in enumerate(documents)
     )
     for row in run_engine(cfg, engine, folder, {"capture": job}, requests):
-        if row["event"] == "shard":
+        if row["event"] == "loaded":
+            yield None, {}
+        elif row["event"] == "shard":
             path = Path(row["file"])
             states = load_file(path)
             path.unlink()

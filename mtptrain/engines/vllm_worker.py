@@ -7,6 +7,8 @@ Kinds of job (jobs.json; `llm` holds vLLM's own arguments):
     generate   every request answered; a row {"event": "response", "id", "tokens", "stopped", "trace"} each as it ends, then
                {"event": "run", "tokens", "seconds", "counters"}. `trace`: see vllm_trace.py; [] without speculation. Afterwards some
                requests again for each of `batch_sizes`, only timed: {"event": "speed", "batch_size", "tokens", "seconds"}
+    answer     requests.0.jsonl, requests.1.jsonl, ... answered as they are written, each closed by {"event": "batch"}, until there is
+               a file requests.end; rows are those of `generate`
     capture    hidden states of whole documents, a group of them (a shard) a file: {"event": "shard", "shard", "file"}
 """
 
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 Emit = Callable[..., None]
+_POLL_SECONDS = 0.05
 _TIMED = 4
 """Requests that are timed at least, so that batch size 1 is more than one answer."""
 
@@ -91,8 +94,8 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _requests(folder: Path) -> list[dict[str, Any]]:
-    with open(folder / "requests.jsonl", encoding="utf-8") as f:
+def _requests(path: Path) -> list[dict[str, Any]]:
+    with open(path, encoding="utf-8") as f:
         return [json.loads(line) for line in f]
 
 
@@ -106,14 +109,14 @@ def _load(job: dict[str, Any], emit: Emit) -> Any:
 
 
 def _submit(engine: Any, requests: list[dict[str, Any]], job: dict[str, Any]) -> None:
-    """Requests hold `id`, `prompt` (token ids), `max_tokens` and, where sampled, `seed`."""
+    """Requests hold `id`, `prompt` (token ids), `max_tokens` and, where sampled, `temperature`, `top_p` and `seed`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     for request in requests:
         options = SamplingParams(
-            temperature=job.get("temperature", 0.0),
-            top_p=job.get("top_p", 1.0),
+            temperature=request.get("temperature", 0.0),
+            top_p=request.get("top_p", 1.0),
             seed=request.get("seed"),
             max_tokens=request["max_tokens"],
             stop_token_ids=job.get("stop_ids", []),
@@ -135,9 +138,25 @@ def _generate(folder: Path, job: dict[str, Any], emit: Emit) -> None:
     llm = _load(job, emit)
     engine = llm.llm_engine
     trace = Trace(engine) if job["llm"].get("speculative_config") else None
-    requests = _requests(folder)
+    requests = _requests(folder / "requests.jsonl")
     before = counters(llm)
     began = time.monotonic()
+    tokens = _answer_all(engine, requests, job, emit, trace)
+    seconds = time.monotonic() - began
+    emit(
+        "run",
+        tokens=tokens,
+        seconds=seconds,
+        counters={k: _minus(v, before.get(k)) for k, v in counters(llm).items()},
+        altered=trace.altered if trace else 0,
+        versions=_versions(),
+    )
+    for size in job.get("batch_sizes", []):
+        _time(engine, requests, size, job, emit)
+
+
+def _answer_all(engine: Any, requests: list[dict[str, Any]], job: dict[str, Any], emit: Emit, trace: Any = None) -> int:
+    """Emit every response as it ends; the number of generated tokens."""
     tokens = 0
     _submit(engine, requests, job)
     for output in _finished(engine):
@@ -150,17 +169,22 @@ def _generate(folder: Path, job: dict[str, Any], emit: Emit) -> None:
             stopped=answer.finish_reason == "stop",
             trace=trace.take(output.request_id) if trace else [],
         )
-    seconds = time.monotonic() - began
-    emit(
-        "run",
-        tokens=tokens,
-        seconds=seconds,
-        counters={k: _minus(v, before.get(k)) for k, v in counters(llm).items()},
-        altered=trace.altered if trace else 0,
-        versions=_versions(),
-    )
-    for size in job.get("batch_sizes", []):
-        _time(engine, requests, size, job, emit)
+    return tokens
+
+
+def _answer(folder: Path, job: dict[str, Any], emit: Emit) -> None:
+    engine = _load(job, emit).llm_engine
+    number = 0
+    while True:
+        batch = folder / f"requests.{number}.jsonl"
+        if batch.exists():
+            _answer_all(engine, _requests(batch), job, emit)
+            emit("batch", number=number)
+            number += 1
+        elif (folder / "requests.end").exists():
+            return
+        else:
+            time.sleep(_POLL_SECONDS)
 
 
 def _time(engine: Any, requests: list[dict[str, Any]], size: int, job: dict[str, Any], emit: Emit) -> None:
@@ -184,7 +208,7 @@ def _capture(folder: Path, job: dict[str, Any], emit: Emit) -> None:
     llm.collective_rpc("mtptrain_begin", args=(job["captures"],))
     engine = llm.llm_engine
     shards: dict[int, list[dict[str, Any]]] = {}
-    for request in _requests(folder):
+    for request in _requests(folder / "requests.jsonl"):
         shards.setdefault(request["shard"], []).append(request | {"max_tokens": 1})
     for shard, requests in shards.items():
         began = time.monotonic()
@@ -210,7 +234,7 @@ def _versions() -> dict[str, str]:
     return {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-KINDS: dict[str, Callable[[Path, dict[str, Any], Emit], None]] = {"generate": _generate, "capture": _capture}
+KINDS: dict[str, Callable[[Path, dict[str, Any], Emit], None]] = {"generate": _generate, "answer": _answer, "capture": _capture}
 
 if __name__ == "__main__":
     sys.exit(main(Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""The candidate folder in a real engine: what it accepts, whether the reference head drafts the same, how fast it is.
+"""Candidate folders in a real engine: what they accept, whether the reference head drafts the same, how fast they are.
 
 The engine answers the held-out prompts four ways, each a process of its own: without speculation, with the candidate, with n-gram lookup,
 and with a stand-alone draft model where one is given. The reference then replays every draft of the candidate's run on states that
@@ -45,15 +45,6 @@ NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
 @dataclass(slots=True)
-class Trials:
-    """The engine's runs over the same prompts."""
-
-    plain: EngineRun
-    head: EngineRun
-    baselines: dict[str, EngineRun] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class Findings:
     """What engine and reference say of the candidate, over the same documents."""
 
@@ -69,29 +60,34 @@ class Findings:
     """Drafts that differ without being a tie."""
 
 
-def run_trials(cfg: Config, context: Context, engine: Engine, candidate: Path, store: Store, documents: Sequence[int]) -> Trials:
-    """Every run of the engine. Its job folder is report/engine, so that the log stays."""
-    prompts = _prompts(store, documents)
-    longest = max(len(p.tokens) + p.max_tokens for p in prompts)
-    stop_ids = stop_token_ids(context.folder, load_tokenizer(context.folder, cfg.target.trust_remote_code))
-    jobs = {}
-    for name, draft in _drafts(cfg, candidate).items():
-        speculative = draft and draft | {"num_speculative_tokens": cfg.validate.k}
-        arguments = llm_arguments(cfg, context.folder, context.spec, longest, speculative)
-        jobs[name] = answer_job(arguments, prompts, stop_ids, batch_sizes=cfg.validate.batch_sizes)
-    runs = run_to_end("vLLM", len(jobs) * len(prompts), answer(cfg, engine, cfg.report_dir / "engine", jobs, prompts))
-    return Trials(runs.pop(NONE), runs.pop(HEAD), runs)
-
-
-def _drafts(cfg: Config, candidate: Path) -> dict[str, dict[str, Any] | None]:
-    """Every way to draft, by its name in the report, as vLLM's speculative config."""
-    drafts: dict[str, dict[str, Any] | None] = {NONE: None, HEAD: {"method": METHOD, "model": str(candidate.resolve())}, "ngram": NGRAM}
+def drafts_to_try(cfg: Config, candidate: Path) -> dict[str, dict[str, Any] | None]:
+    """Every way to draft, by its name in the report, as vLLM's speculative config (None: no speculation)."""
+    drafts: dict[str, dict[str, Any] | None] = {NONE: None, HEAD: draft_of(candidate), "ngram": NGRAM}
     if model := cfg.validate.draft_model:
         folder = Path(model).expanduser().resolve()
         if not (folder / "config.json").exists():
             raise UserError(f"validate.draft_model={model}: no model folder there")
         drafts["draft_model"] = {"method": "draft_model", "model": str(folder)}
     return drafts
+
+
+def draft_of(candidate: Path) -> dict[str, Any]:
+    return {"method": METHOD, "model": str(candidate.resolve())}
+
+
+def run_trials(
+    cfg: Config, context: Context, engine: Engine, drafts: dict[str, dict[str, Any] | None], store: Store, documents: Sequence[int]
+) -> dict[str, EngineRun]:
+    """The engine over the documents' prompts, once for each way to draft. Its job folder is report/engine, so that the log stays."""
+    prompts = _prompts(store, documents)
+    longest = max(len(p.tokens) + p.max_tokens for p in prompts)
+    stop_ids = stop_token_ids(context.folder, load_tokenizer(context.folder, cfg.target.trust_remote_code))
+    jobs = {}
+    for name, draft in drafts.items():
+        speculative = draft and draft | {"num_speculative_tokens": cfg.validate.k}
+        arguments = llm_arguments(cfg, context.folder, context.spec, longest, speculative)
+        jobs[name] = answer_job(arguments, prompts, stop_ids, batch_sizes=cfg.validate.batch_sizes)
+    return run_to_end("vLLM", len(jobs) * len(prompts), answer(cfg, engine, cfg.report_dir / "engine", jobs, prompts))
 
 
 def _prompts(store: Store, documents: Sequence[int]) -> list[Prompt]:
@@ -131,34 +127,34 @@ def _cut(found: Answer, end: int) -> Iterator[Draft]:
             yield Draft(step.row, step.drafted[: min(accepted + 1, room)], accepted)
 
 
-def certify(cfg: Config, context: Context, head: MtpHead, store: Store, documents: Sequence[int], trials: Trials) -> Findings:
-    """Compare the candidate's run with the reference. `head` has the weights of the candidate folder."""
+def certify(
+    cfg: Config, context: Context, head: MtpHead, store: Store, documents: Sequence[int], plain: EngineRun, speculated: EngineRun
+) -> Findings:
+    """Compare the candidate's run, and the one without speculation, with the reference. `head` has the weights of the candidate folder."""
     dtype = getattr(torch, engine_dtype(cfg))
     ends = load_ends(context.folder, dtype, context.device)
     lm_head = lm_head_of(ends.spec, ends.lm_head_VH)
     served = copy.deepcopy(head).to(dtype)
     model = load_model(context.folder, dtype, context.device, cfg.target.trust_remote_code)
-    findings = Findings(engine=walks_of(trials.head, store, documents))
+    findings = Findings(engine=walks_of(speculated, store, documents))
     replays = [(i, n, start) for i in documents for n, (start, _) in enumerate(store.entries[i].spans) if start > 0]
     walks = {i: DocumentWalk(store.entries[i].id, store.entries[i].source, 0, 0, []) for i in documents}
-    sequences = [store.tokens(i)[:start].tolist() + trials.head.answers[_name(i, n)].tokens for i, n, start in replays]
+    sequences = [store.tokens(i)[:start].tolist() + speculated.answers[_name(i, n)].tokens for i, n, start in replays]
     with tqdm(total=len(replays), desc="reference replays the engine", unit="resp", mininterval=1) as bar:
         for group in pack([len(s) for s in sequences], _BATCH_TOKENS):
             states = capture_packed(model, [sequences[g] for g in group], ["final"])["final"].split([len(sequences[g]) for g in group])
             for g, final_TH in zip(group, states, strict=True):
                 i, n, start = replays[g]
                 tokens_T = torch.tensor(sequences[g], device=context.device)
-                speculated, plain = trials.head.answers[_name(i, n)], trials.plain.answers[_name(i, n)]
-                agreement, firsts = replay_drafts(
-                    served, ends.embed_VH, ends.spec.embed_scale, lm_head, tokens_T, final_TH, speculated.steps
-                )
+                drafted, alone = speculated.answers[_name(i, n)], plain.answers[_name(i, n)]
+                agreement, firsts = replay_drafts(served, ends.embed_VH, ends.spec.embed_scale, lm_head, tokens_T, final_TH, drafted.steps)
                 findings.drafts.add(agreement)
                 findings.differing += [
                     {"id": walks[i].id, "row": step.row, "depth": first, "token": step.drafted[first]}
-                    for step, first in zip(speculated.steps, firsts, strict=True)
+                    for step, first in zip(drafted.steps, firsts, strict=True)
                     if first is not None
                 ]
-                _compare_outputs(findings, walks[i].id, speculated.tokens, plain.tokens, lm_head, final_TH, start)
+                _compare_outputs(findings, walks[i].id, drafted.tokens, alone.tokens, lm_head, final_TH, start)
                 _walk(walks[i], served, ends.embed_VH, ends.spec.embed_scale, lm_head, tokens_T, final_TH, start, cfg.validate.k)
             bar.update(len(group))
     findings.reference = [walks[i] for i in documents]

@@ -1,4 +1,4 @@
-"""Is a packed forward the same as one forward a document? Asked of the real target before anything is stored.
+"""Are the states that are stored those of transformers' plain forward? Asked of the real target, for either backend.
 
 T tokens of a document, H hidden size, V vocabulary.
 """
@@ -16,23 +16,26 @@ from mtptrain.target.model import capture_packed
 
 LIMIT = 1e-5
 """Largest relative error in float32."""
-_DOCUMENTS = 4
 _BEGINNING = 256
 """Tokens of a document that are compared at most: the plain forward makes logits of all of them."""
 _TRIED = 16
 """Documents looked at for some whose states are finite."""
 
 
-def check_parity(model: PreTrainedModel, target: Path, documents: list[Document], captures: list[str], batch_tokens: int) -> None:
-    """Print, over the beginnings of the first few documents, the largest relative error of each capture (of a row: |packed - alone| /
+def check_packed(
+    model: PreTrainedModel, target: Path, documents: list[Document], captures: list[str], batch_tokens: int, count: int
+) -> None:
+    """Of the packed forward, before anything is stored.
+
+    Print, over the beginnings of the first few documents, the largest relative error of each capture (of a row: |packed - alone| /
     |alone|, Euclidean over H) and how often the teacher's first choice is the model's own. Raises UserError above `LIMIT` in float32.
     """
     names = list(dict.fromkeys([*captures, "final"]))
-    cut = max(2, min(_BEGINNING, batch_tokens // _DOCUMENTS))
+    cut = max(2, min(_BEGINNING, batch_tokens // count))
     tokens: list[list[int]] = []
     alone: list[dict[str, Tensor]] = []
     for document in documents[:_TRIED]:
-        if len(tokens) == _DOCUMENTS:
+        if len(tokens) == count:
             break
         states = one_document(model, document.tokens[:cut], names)
         if all(bool(torch.isfinite(state_TH).all()) for state_TH in states.values()):
@@ -57,6 +60,37 @@ def check_parity(model: PreTrainedModel, target: Path, documents: list[Document]
             f"a packed forward of the target differs from a one-document forward by {errors[failing[0]]:.1e} at `{failing[0]}` (limit "
             f"{LIMIT:.0e} in float32): its attention does not keep documents apart; use precompute.batch_tokens=1 (one document a forward)"
         )
+
+
+LEAST_COSINE = 0.99
+"""Between a row of the engine and transformers' own, in the engine's dtype: below it something else than rounding is at work."""
+
+
+def check_engine(
+    model: PreTrainedModel, target: Path, documents: list[Document], states: list[dict[str, Tensor]], captures: list[str]
+) -> dict[str, dict[str, float]]:
+    """Of an engine's states ([T, H] as stored, one dict a document): print and return, for each capture, the smallest cosine and the
+    largest relative error of a row, and for `final` how often lm_head's first choice is the same. Raises UserError below `LEAST_COSINE`.
+    """
+    found: dict[str, dict[str, float]] = {}
+    alone = [one_document(model, d.tokens[:_BEGINNING], captures) for d in documents]
+    for name in captures:
+        ours = torch.cat([s[name][:_BEGINNING] for s in states]).float()
+        theirs = torch.cat([s[name] for s in alone]).float().cpu()
+        cosine = torch.nn.functional.cosine_similarity(ours.double(), theirs.double(), dim=-1)
+        found[name] = {"cosine": float(cosine.min()), "relative_error": relative_error(ours, theirs)}
+        if name == "final":
+            top1 = torch.cat([s["top1"] for s in alone]).cpu()
+            found[name]["top1_agreement"] = top1_agreement(target, ours, top1)
+    told = "; ".join(f"{name}: " + ", ".join(f"{k} {v:.6f}" for k, v in values.items()) for name, values in found.items())
+    tokens = sum(len(s["top1"]) for s in alone)
+    print(f"precompute: engine against transformers, {len(documents)} documents, {tokens} tokens (as stored, bf16): {told}", flush=True)
+    if failing := [name for name in captures if not found[name]["cosine"] >= LEAST_COSINE]:
+        raise UserError(
+            f"the engine's `{failing[0]}` differs from transformers' forward of the same target (cosine {found[failing[0]]['cosine']:.4f}, "
+            f"limit {LEAST_COSINE}): the two do not run the same model; compare their versions, or use precompute.backend=hf"
+        )
+    return found
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import gc
 import json
 import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,14 +23,16 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from mtptrain import manifest
-from mtptrain.config import Config
+from mtptrain.config import Config, PrecomputeBackend
 from mtptrain.config_io import config_yaml
 from mtptrain.data.documents import FILE, Document, check_documents, read_documents
 from mtptrain.data.packing import pack
+from mtptrain.engines.process import require_engine
+from mtptrain.engines.vllm import capture_states, llm_arguments
 from mtptrain.errors import UserError
 from mtptrain.files import hash_file, hash_json, write_text
 from mtptrain.sizes import stored_bytes_per_token
-from mtptrain.stages.parity import check_parity
+from mtptrain.stages.parity import check_engine, check_packed
 from mtptrain.store.codecs import CODECS
 from mtptrain.store.format import TOKENS, VERSION, Rejected, part_fingerprint, read_sidecar, shard_ranges
 from mtptrain.store.writer import StoreWriter
@@ -66,6 +69,8 @@ def run(cfg: Config) -> None:
     _check_captures(cfg.precompute.captures, spec)
     set_threads(cfg.threads)
     dtype = pick_dtype(cfg.target.dtype, pick_device(cfg.device))
+    if cfg.precompute.backend is PrecomputeBackend.vllm:
+        require_engine(cfg, "precompute.backend=vllm")
     inputs = store_inputs(cfg, target, dtype)
     complete = manifest.is_complete(cfg.store_dir, inputs, cfg.on_stale)
     captures = _captures_in(cfg.store_dir) if complete else []
@@ -156,17 +161,16 @@ def _not_finite(state: dict[str, Tensor]) -> dict[str, str]:
 
 def _compute(cfg: Config, target: Path, dtype: torch.dtype, writer: StoreWriter, work: list[Work]) -> float:
     """Forward and write; a shard is written while the next is computed. Returns the seconds this took, without loading the model."""
-    device = pick_device(cfg.device)
-    model = load_model(target, dtype, device, cfg.target.trust_remote_code)
-    if cfg.precompute.batch_tokens > 1 and (captures := sorted({c for w in work for c in w.captures})):
-        check_parity(model, target, [d for w in work for d in w.documents], captures, cfg.precompute.batch_tokens)
+    total = sum(w.tokens for w in work if w.captures)
     began = time.monotonic()
     seen = lost = 0
     pending: Future[None] | None = None
-    total = sum(w.tokens for w in work if w.captures)
+    source = _by_engine if cfg.precompute.backend is PrecomputeBackend.vllm else _by_transformers
     with ThreadPoolExecutor(max_workers=1) as pool, tqdm(total=total, desc="precompute", unit="tok", unit_scale=True, mininterval=1) as bar:
-        for item in work:
-            states, rejected = shard_states(model, item, cfg.precompute.batch_tokens, bar)
+        for item, states, rejected in source(cfg, target, dtype, work, bar):
+            if item is None:
+                began = time.monotonic()
+                continue
             seen, lost = seen + len(item.documents), lost + len({r.start for r in rejected})
             if pending is not None:
                 pending.result()
@@ -175,12 +179,78 @@ def _compute(cfg: Config, target: Path, dtype: torch.dtype, writer: StoreWriter,
                 raise _all_rejected(seen, rejected[0])
         if pending is not None:
             pending.result()
-    seconds = time.monotonic() - began
+    return time.monotonic() - began
+
+
+Computed = Iterator[tuple[Work | None, dict[str, Tensor], list[Rejected]]]
+"""Shards with their states; first a None once the target is loaded."""
+_LOADED: tuple[None, dict[str, Tensor], list[Rejected]] = (None, {}, [])
+
+
+def _by_transformers(cfg: Config, target: Path, dtype: torch.dtype, work: list[Work], bar: "tqdm[Any]") -> Computed:
+    device = pick_device(cfg.device)
+    model = load_model(target, dtype, device, cfg.target.trust_remote_code)
+    batch, count = cfg.precompute.batch_tokens, cfg.precompute.parity_documents
+    if batch > 1 and count and (captures := sorted({c for w in work for c in w.captures})):
+        check_packed(model, target, [d for w in work for d in w.documents], captures, batch, count)
+    yield _LOADED
+    for item in work:
+        yield item, *shard_states(model, item, batch, bar)
     del model
     gc.collect()  # transformers' modules refer to each other in cycles
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return seconds
+
+
+def _by_engine(cfg: Config, target: Path, dtype: torch.dtype, work: list[Work], bar: "tqdm[Any]") -> Computed:
+    """States from the engine's own prefill; the first shard is compared with transformers' forward of the same target."""
+    engine = require_engine(cfg, "precompute.backend=vllm")
+    captures = sorted({c for w in work for c in w.captures})
+    asked = {w.shard: w for w in work if w.captures}
+    longest = max(len(d.tokens) for w in work for d in w.documents)
+    arguments = llm_arguments(cfg, target, read_spec(target), longest, eager=True)
+    arguments["max_num_batched_tokens"] = max(cfg.precompute.batch_tokens, arguments["max_num_seqs"])
+    shards = ((w.shard, [d.tokens for d in w.documents]) for w in asked.values())
+    first = True
+    for shard, found in capture_states(cfg, engine, cfg.store_dir / "engine", arguments, shards, captures) if asked else ():
+        if shard is None:
+            yield _LOADED
+            continue
+        item = asked[shard]
+        documents = _split({c: found[c] for c in item.captures}, [len(d.tokens) for d in item.documents])
+        if first and cfg.precompute.parity_documents:
+            _compare(cfg, target, dtype, item, documents)
+        first = False
+        rejected = []
+        start = 0
+        for document, states in zip(item.documents, documents, strict=True):
+            if bad := _not_finite(states):
+                rejected += [Rejected(id=document.id, start=start, capture=c, reason=r) for c, r in bad.items()]
+                for state_TH in states.values():
+                    state_TH.zero_()
+            start += len(document.tokens)
+        bar.update(item.tokens)
+        yield item, {c: found[c] for c in item.captures}, rejected
+    for item in work:
+        if not item.captures:
+            yield item, {}, []
+
+
+def _split(states: dict[str, Tensor], lengths: list[int]) -> list[dict[str, Tensor]]:
+    """Views of a shard's states, one dict a document."""
+    parts = {c: state.split(lengths) for c, state in states.items()}
+    return [{c: parts[c][i] for c in states} for i in range(len(lengths))]
+
+
+def _compare(cfg: Config, target: Path, dtype: torch.dtype, item: Work, documents: list[dict[str, Tensor]]) -> None:
+    finite = [i for i, states in enumerate(documents) if not _not_finite(states)][: cfg.precompute.parity_documents]
+    if not finite:
+        print("precompute: parity not measured, the states of the first documents are not finite", flush=True)
+        return
+    model = load_model(target, dtype, pick_device(cfg.device), cfg.target.trust_remote_code)
+    check_engine(model, target, [item.documents[i] for i in finite], [documents[i] for i in finite], item.captures)
+    del model
+    gc.collect()
 
 
 def _captures_in(folder: Path) -> list[str]:

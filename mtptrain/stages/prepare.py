@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from mtptrain import manifest
-from mtptrain.config import Config, DataSource, ResponseMode
+from mtptrain.config import Config, DataSource, ResponseBackend, ResponseMode
 from mtptrain.config_io import config_yaml
 from mtptrain.data.answering import FILE as RESPONSES
 from mtptrain.data.answering import AnswerFile, answer_dialogues
@@ -34,6 +35,8 @@ from mtptrain.data.self_prompts import Round, own_prompts, write_user_turns
 from mtptrain.data.split import deduplicated, without_overlap
 from mtptrain.data.summary import print_summary, summarise
 from mtptrain.data.template import ChatTemplate
+from mtptrain.engines.process import require_engine
+from mtptrain.engines.vllm import VllmGenerator, llm_arguments
 from mtptrain.errors import UserError
 from mtptrain.files import append_jsonl, hash_file, hash_json, read_jsonl_durable, write_text
 from mtptrain.target.ends import weights_hash
@@ -60,34 +63,58 @@ class Work:
 
 
 class Target:
-    """The target's model, loaded when something must be generated and not before."""
+    """The target as a generator, loaded (or its engine started) when something must be generated and not before."""
 
     def __init__(self, cfg: Config, folder: Path, stop_ids: list[int]) -> None:
         self.cfg, self.folder, self.stop_ids = cfg, folder, stop_ids
         self._model: PreTrainedModel | None = None
+        self._vllm: VllmGenerator | None = None
 
-    @property
-    def model(self) -> PreTrainedModel:
+    def answer(self, requests: Sequence[Request]) -> Iterable[list[Completed]]:
+        """Assistant turns, by data.responses."""
+        o = self.cfg.data.responses
+        return self._generate(requests, o.max_new_tokens, o.temperature, o.top_p)
+
+    def write(self, requests: Sequence[Request]) -> Iterable[list[Completed]]:
+        """User turns, by data.self_prompts."""
+        o = self.cfg.data.self_prompts
+        return self._generate(requests, o.max_new_tokens, o.temperature, o.top_p)
+
+    def _generate(self, requests: Sequence[Request], max_new_tokens: int, temperature: float, top_p: float) -> Iterable[list[Completed]]:
+        if self.cfg.data.responses.backend is ResponseBackend.vllm:
+            return self._engine().run(requests, max_new_tokens, temperature, top_p)
+        generator = HfGenerator(
+            self._loaded(),
+            self.stop_ids,
+            batch_size=self.cfg.data.responses.batch_size,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=self.cfg.seed,
+        )
+        return generator.run(requests)
+
+    def _loaded(self) -> PreTrainedModel:
         if self._model is None:
             set_threads(self.cfg.threads)
             device = pick_device(self.cfg.device)
             self._model = load_model(self.folder, pick_dtype(self.cfg.target.dtype, device), device, self.cfg.target.trust_remote_code)
         return self._model
 
-    def generate(self, requests: Sequence[Request]) -> Iterable[list[Completed]]:
-        options = self.cfg.data.responses
-        generator = HfGenerator(
-            self.model,
-            self.stop_ids,
-            batch_size=options.batch_size,
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=self.cfg.seed,
-        )
-        return generator.run(requests)
+    def _engine(self) -> VllmGenerator:
+        if self._vllm is None:
+            engine = require_engine(self.cfg, "data.responses.backend=vllm")
+            arguments = llm_arguments(self.cfg, self.folder, read_spec(self.folder), self.cfg.data.max_length)
+            arguments["max_num_seqs"] = self.cfg.data.responses.batch_size
+            self._vllm = VllmGenerator(self.cfg, engine, self.cfg.data_dir / "engine", arguments, self.stop_ids)
+        return self._vllm
 
-    def free(self) -> None:
+    def __enter__(self) -> "Target":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._vllm is not None:
+            self._vllm.close(failed=kind is not None)
         self._model = None
         gc.collect()
         if torch.cuda.is_available():
@@ -100,6 +127,8 @@ def run(cfg: Config, for_training: bool = False) -> None:
     keep = cfg.data.responses.mode is ResponseMode.keep
     if keep and cfg.data.source is DataSource.self:
         raise UserError("data.responses.mode=keep: data.source=self has no responses to keep; use mode=target, or data.source=files")
+    if cfg.data.responses.backend is ResponseBackend.vllm and not keep:
+        require_engine(cfg, "data.responses.backend=vllm")
     folder = resolve_target(cfg.target)
     context = read_spec(folder).max_position_embeddings
     if cfg.data.max_length > context:
@@ -124,9 +153,8 @@ def run(cfg: Config, for_training: bool = False) -> None:
     manifest.begin(cfg.data_dir, inputs)
     write_text(cfg.data_dir / "config.yaml", config_yaml(cfg))
     if not keep:
-        target = Target(cfg, folder, sorted(template.stop_ids))
-        _generate(cfg, found, work, template, target)
-        target.free()
+        with Target(cfg, folder, sorted(template.stop_ids)) as target:
+            _generate(cfg, found, work, template, target)
     _finish(cfg, console, inputs, found, work, template)
 
 
@@ -225,7 +253,7 @@ def _generate(cfg: Config, found: Gathered, work: Work, template: ChatTemplate, 
     if cfg.data.source is DataSource.self:
         for record in self_records(cfg, found, template, target):
             _open(cfg, record, TRAIN, template, work)
-    answer_dialogues(work.dialogues, template, AnswerFile(cfg.data_dir / RESPONSES), target.generate, _most_prompt(cfg))
+    answer_dialogues(work.dialogues, template, AnswerFile(cfg.data_dir / RESPONSES), target.answer, _most_prompt(cfg))
     for dialogue in work.dialogues:
         try:
             work.documents.append(dialogue.document(cfg.data.min_supervised))
@@ -241,7 +269,7 @@ def self_records(cfg: Config, found: Gathered, template: ChatTemplate, target: T
     if count < options.count:
         known = {m["content"] for r in [*found.train, *found.held_out] for m in r.messages}
         stop_ids = sorted(template.stop_ids)
-        turns = write_user_turns(target.model, template.tokenizer, stop_ids, options, cfg.seed, known, done=tuple(rounds))
+        turns = write_user_turns(target.write, template.tokenizer, stop_ids, options, known, done=tuple(rounds))
         with tqdm(total=options.count, initial=count, desc="user turns", unit="turn", mininterval=1) as bar:
             for new_round in turns:
                 append_jsonl(path, [asdict(new_round)])

@@ -10,11 +10,13 @@ from mtptrain import manifest
 from mtptrain.config import Config, Measurement
 from mtptrain.config_io import config_yaml
 from mtptrain.engines.process import Engine, find_engine
+from mtptrain.engines.vllm import EngineRun
 from mtptrain.exporters.vllm import VllmExport, from_vllm, to_vllm
-from mtptrain.files import read_json, write_folder_atomic, write_json, write_text
+from mtptrain.files import read_json, read_jsonl_durable, write_folder_atomic, write_json, write_text
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.report.console import print_report
 from mtptrain.report.measurement import measure
+from mtptrain.report.page import PAGE, write_report_page
 from mtptrain.report.schema import REPORT, SCHEMA, certificate, gate, strongest
 from mtptrain.stages import export as export_stage
 from mtptrain.stages.context import (
@@ -27,13 +29,14 @@ from mtptrain.stages.context import (
     trained_head_hash,
     versions,
 )
-from mtptrain.stages.engine_trial import HEAD, NONE, Findings, Trials, certify, run_trials, walks_of
+from mtptrain.stages.engine_trial import HEAD, NONE, Findings, certify, drafts_to_try, run_trials, walks_of
 from mtptrain.stages.reference import run_reference
 from mtptrain.stages.samples import heat_strips
 from mtptrain.stages.train import spread
 from mtptrain.stages.walk import expected_acceptance, walk_documents
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import weights_hash
+from mtptrain.trainer import LOG
 
 CANDIDATE = "candidate"
 """Folder inside the report's: what will be exported if the gate opens."""
@@ -59,9 +62,10 @@ def run(cfg: Config) -> None:
         report = _measure(cfg, context, head.to(context.device), trained, engine, export)
         write_text(cfg.report_dir / "config.yaml", config_yaml(cfg))
         write_json(cfg.report_dir / REPORT, report)
+        write_report_page(cfg.report_dir / PAGE, report, read_jsonl_durable(cfg.train_dir / LOG))
         manifest.finish(cfg.report_dir, inputs, {"gate": report["gate"], "proof": report["proof"]})
     print_report(report)
-    print(f"validate: {cfg.report_dir / REPORT}", flush=True)
+    print(f"validate: {cfg.report_dir / PAGE} and {REPORT}", flush=True)
     if report["gate"]["reasons"]:
         export_stage.run(cfg)  # keeps the candidate under the name of a rejected one, and fails
 
@@ -123,11 +127,11 @@ def _measure(
     }
     same = dict(zip(documents, walks[options.k], strict=True))
     if engine is not None:
-        trials = run_trials(cfg, context, engine, cfg.report_dir / CANDIDATE, store, documents)
-        findings = certify(cfg, context, head, store, documents, trials)
-        report |= _engine_parts(cfg, context, store, documents, trials, findings)
+        runs = run_trials(cfg, context, engine, drafts_to_try(cfg, cfg.report_dir / CANDIDATE), store, documents)
+        findings = certify(cfg, context, head, store, documents, runs[NONE], runs[HEAD])
+        report |= _engine_parts(cfg, context, store, documents, runs, findings)
         report["same_documents"] = {"walk": report["walk"], "reference": report["reference"], "engine": report["engine"]}
-        report["versions"] |= {f"engine.{name}": version for name, version in trials.head.versions.items()}
+        report["versions"] |= {f"engine.{name}": version for name, version in runs[HEAD].versions.items()}
     elif Measurement.reference in options.measure:
         some = spread(documents, options.reference_documents)
         reference = run_reference(cfg, context, head, store, some, drafted)
@@ -143,28 +147,27 @@ def _measure(
 
 
 def _engine_parts(
-    cfg: Config, context: Context, store: Store, documents: Sequence[int], trials: Trials, findings: Findings
+    cfg: Config, context: Context, store: Store, documents: Sequence[int], runs: dict[str, EngineRun], findings: Findings
 ) -> dict[str, Any]:
     k = cfg.validate.k
     made = certificate(["reference", "engine"], findings.drafts, findings.outputs, findings.divergences, _ENGINE_TIE)
     made["target_agreement"] = findings.target.agreement
     made["raw_target_agreement"] = findings.target.raw
     made["differing_drafts"] = findings.differing[:50]
-    made["drafts_altered_by_the_scheduler"] = trials.head.altered
-    methods = {NONE: trials.plain, HEAD: trials.head, **trials.baselines}
+    made["drafts_altered_by_the_scheduler"] = runs[HEAD].altered
     return {
         "engine": measure(findings.engine, k),
         "reference": measure(findings.reference, k),
         "certificate": made,
-        "baselines": {name: measure(walks_of(run, store, documents), k) for name, run in trials.baselines.items()},
+        "baselines": {name: measure(walks_of(run, store, documents), k) for name, run in runs.items() if name not in (NONE, HEAD)},
         "speed": {
             "rows": [
                 {"method": name, "k": 0 if name == NONE else k} | row | {"tokens_per_second": row["tokens"] / row["seconds"]}
-                for name, run in methods.items()
+                for name, run in runs.items()
                 for row in run.speed
             ],
-            "load_seconds": {name: run.load_seconds for name, run in methods.items()},
+            "load_seconds": {name: run.load_seconds for name, run in runs.items()},
         },
-        "counters": trials.head.counters,
-        "samples": heat_strips(context.folder, cfg.target.trust_remote_code, store, documents, trials.head),
+        "counters": runs[HEAD].counters,
+        "samples": heat_strips(context.folder, cfg.target.trust_remote_code, store, documents, runs[HEAD]),
     }

@@ -11,7 +11,7 @@ import pytest
 from mtptrain import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [p for p in ROOT.rglob("README.md") if ".venv" not in p.parts and "runs" not in p.parts]
+DOCUMENTS = [p for p in ROOT.rglob("README.md") if not {".venv", ".venv-engine", "runs"} & set(p.parts)]
 
 
 def documented() -> list[str]:

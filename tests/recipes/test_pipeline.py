@@ -38,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_command_ends_with_an_exported_head_and_its_report(finished: Path) -> None:
     tiny = finished / "tiny"
     report = json.loads((tiny / HEAD / "report/report.json").read_text())
-    assert report["schema"] == 1
+    assert report["schema"] == 2
     for measurement in (report["walk"], report["reference"]):
         assert measurement["overall"]["mean_accepted_length"] >= 1.0
         assert len(measurement["overall"]["accept_rate_per_position"]) == report["k"] == 3
@@ -48,7 +48,8 @@ def test_one_command_ends_with_an_exported_head_and_its_report(finished: Path) -
     assert report["engine"] is None
     assert report["certificate"]["output_agreement"] == 1.0
     assert report["certificate"]["drafted_token_agreement"] >= 0.98
-    assert report["same_documents"]["overall"]["drafts"] == report["reference"]["overall"]["drafts"]
+    assert report["same_documents"]["walk"]["overall"]["drafts"] == report["reference"]["overall"]["drafts"]
+    assert "plotly" in (tiny / HEAD / "report/report.html").read_text()
     about = json.loads((tiny / EXPORTED / "mtptrain.json").read_text())
     assert about["proof"] == "reference"
     assert about["conventions"]["concat_order"] == ["embedding", "hidden"]

@@ -297,12 +297,12 @@ OWN = [{"id": f"own-{n}", "source": "own", "messages": [{"role": "user", "conten
 def test_self_source_holds_out_own_prompts_and_goes_on_writing(
     target: Path, tmp_path: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[int] = []
 
     def write(
-        model: object, tokenizer: object, stop_ids: object, cfg: SelfConfig, seed: int, known: set[str], done: Sequence[Round]
+        generate: object, tokenizer: object, stop_ids: object, cfg: SelfConfig, known: set[str], done: Sequence[Round]
     ) -> Iterator[Round]:
-        asked.append((len(done), seed))
+        asked.append(len(done))
         assert {m["content"] for r in OWN for m in r["messages"]} <= known
         assert [r.attempts for r in done] == [2 * n + 1 for n in range(len(done))]
         for n in range(len(done), cfg.count):
@@ -317,7 +317,7 @@ def test_self_source_holds_out_own_prompts_and_goes_on_writing(
     with pytest.raises(Killed):
         prepare.run(cfg)
     prepare.run(cfg)
-    assert asked == [(0, 0), (2, 0)]
+    assert asked == [0, 2]
     documents = read_documents(cfg.data_dir)
     held_out = [d for d in documents if d.split == HELD_OUT]
     assert [d.source for d in held_out] == ["own"] * 5

@@ -5,15 +5,21 @@ from typing import Any
 import pytest
 
 from mtptrain.decoding.compare import Agreement
-from mtptrain.report.schema import certificate, gate
+from mtptrain.report.schema import certificate, gate, strongest
 
 
-def measured(length: float | None) -> dict[str, Any]:
-    return {"overall": {"mean_accepted_length": length}}
+def report(length: float | None, found: dict[str, Any] | None, engine: float | None = None) -> dict[str, Any]:
+    """The parts that the gate reads."""
+    return {
+        "walk": {"overall": {"mean_accepted_length": length}},
+        "reference": None,
+        "engine": engine and {"overall": {"mean_accepted_length": engine}},
+        "certificate": found and {"between": ["walk", "reference"], **found},
+    }
 
 
 def test_certificate_counts_ties_as_agreement_and_keeps_the_raw_figure() -> None:
-    found = certificate(Agreement(equal=95, ties=4, compared=100), Agreement(equal=50, ties=0, compared=50), [])
+    found = certificate(["walk", "reference"], Agreement(equal=95, ties=4, compared=100), Agreement(equal=50, ties=0, compared=50), [], "")
     assert (found["drafted_token_agreement"], found["raw_agreement"], found["output_agreement"]) == (0.99, 0.95, 1.0)
 
 
@@ -29,12 +35,25 @@ def test_certificate_counts_ties_as_agreement_and_keeps_the_raw_figure() -> None
 )
 def test_gate(length: float | None, drafts: float, outputs: float, reasons: list[str]) -> None:
     found = {"drafted_token_agreement": drafts, "output_agreement": outputs}
-    record, shut = gate(measured(length), found, min_accepted_length=1.3, max_disagreement=0.02)
+    record = gate(report(length, found), min_accepted_length=1.3, max_disagreement=0.02)
     assert record["open"] == (not reasons)
-    assert len(shut) == len(reasons)
-    for reason, expected in zip(shut, reasons, strict=True):
-        assert expected in reason
+    assert len(record["reasons"]) == len(reasons)
+    for reason, expected in zip(record["reasons"], reasons, strict=True):
+        assert expected.partition(" ")[0] in reason
+        assert expected.partition(" ")[2] in reason
 
 
 def test_gate_without_a_second_measurement_asks_for_the_length_alone() -> None:
-    assert gate(measured(1.4), None, 1.3, 0.0)[1] == []
+    assert gate(report(1.4, None), 1.3, 0.0)["reasons"] == []
+
+
+def test_the_strongest_measurement_is_the_engines() -> None:
+    assert strongest(report(1.4, None, engine=1.2))[0] == "engine"
+    assert gate(report(1.4, None, engine=1.2), 1.3, 0.0)["reasons"]
+
+
+def test_the_walks_agreement_counts_beside_the_engines() -> None:
+    good = {"drafted_token_agreement": 1.0, "output_agreement": 1.0}
+    bad = {"between": ["walk", "reference"], "drafted_token_agreement": 0.5, "output_agreement": 1.0}
+    (reason,) = gate(report(1.4, {**good, "walk_and_reference": bad}), 1.3, 0.02)["reasons"]
+    assert "walk and reference" in reason

@@ -2,14 +2,13 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from mtptrain.config import SelfConfig
-from mtptrain.data import self_prompts
 from mtptrain.data.responses import Completed, HfGenerator, Request
 from mtptrain.data.self_prompts import Round, TurnFilter, own_prompts, user_prefix, write_user_turns
 from mtptrain.errors import UserError
@@ -98,8 +97,11 @@ def test_target_writes_the_same_turns_again(model: PreTrainedModel, tokenizer: P
     stop_ids = list(range(64))
 
     def write(seed: int, known: set[str], batch_size: int) -> list[str]:
+        generator = HfGenerator(
+            model, stop_ids, batch_size=batch_size, max_new_tokens=24, temperature=cfg.temperature, top_p=cfg.top_p, seed=seed
+        )
         with pytest.warns(UserWarning, match=r"the target wrote \d+ of 12 user turns in 48 attempts"):
-            return [t for made in write_user_turns(model, tokenizer, stop_ids, cfg, seed, known, batch_size) for t in made.texts]
+            return [t for made in write_user_turns(generator.run, tokenizer, stop_ids, cfg, known) for t in made.texts]
 
     first = write(0, set(), 48)
     assert 2 <= len(first) < 12
@@ -108,22 +110,19 @@ def test_target_writes_the_same_turns_again(model: PreTrainedModel, tokenizer: P
     assert write(0, {first[0].upper()}, 48) == first[1:]
 
 
-def test_rounds_go_on_until_the_count_is_reached(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_go_on_until_the_count_is_reached(tokenizer: PreTrainedTokenizerFast) -> None:
     """Attempts 0, 3, 6, ... are good: 4 turns need attempts 0 to 9, in rounds of 5 (4 * 1.25), 3 (2 * 1.25) and 2."""
     rounds: list[list[int]] = []
 
-    def run(_: HfGenerator, requests: list[Request]) -> Iterator[list[Completed]]:
+    def run(requests: Sequence[Request]) -> Iterator[list[Completed]]:
         rounds.append([int(r.id) for r in requests])
         for r in reversed(requests):
             text = f"What is river number {r.id}?"
             yield [Completed(r.id, [*tokenizer(text)["input_ids"], END], hit_limit=int(r.id) % 3 != 0)]
 
-    monkeypatch.setattr(self_prompts.HfGenerator, "run", run)
-    made = list(write_user_turns(model, tokenizer, [END], SelfConfig(count=4), 0, set()))
+    made = list(write_user_turns(run, tokenizer, [END], SelfConfig(count=4), set()))
     assert rounds == [[0, 1, 2, 3, 4], [5, 6, 7], [8, 9]]
     assert made == [Round([f"What is river number {n}?" for n in ns], to) for ns, to in (([0, 3], 5), ([6], 8), ([9], 10))]
     for cut in range(3):  # a call that was cut short goes on as if it had not been
         rounds.clear()
-        assert list(write_user_turns(model, tokenizer, [END], SelfConfig(count=4), 0, set(), done=made[:cut])) == made[cut:]
+        assert list(write_user_turns(run, tokenizer, [END], SelfConfig(count=4), set(), done=made[:cut])) == made[cut:]
