@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 from mtptrain.config import (
     Config,
     DataConfig,
@@ -75,9 +77,20 @@ def make_config(folder: Path, target: str, head: HeadConfig | None = None, updat
     )
 
 
+def outweigh_the_embedding(weights: Path) -> None:
+    """A random Gemma with tied embeddings only repeats its last token: its embedding is scaled up, its layers' outputs are normed."""
+    tensors = load_file(weights)
+    for name, tensor in tensors.items():
+        if name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+            tensor += 3.0
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
 def make_case(folder: Path, model_type: str = "llama", head: HeadConfig | None = None, updates: int = 60, **shape: Any) -> Case:
     """Prepare, precompute and train through the stages themselves. `documents`: those the head was trained on."""
     target = make_tiny_target(folder / "target", model_type, **{**_SHAPE, **shape})
+    if model_type == "gemma3_text":
+        outweigh_the_embedding(target / "model.safetensors")
     cfg = make_config(folder, str(target), head, updates)
     for stage in (prepare, precompute, train):
         stage.run(cfg)
