@@ -51,6 +51,8 @@ def why_not(config: MtpConfig, spec: TargetSpec) -> str | None:
     for name, value in (("embed_scale", spec.embed_scale), ("logit_scale", spec.logit_scale)):
         if value != 1.0:
             reasons.append(f"{name}={value:g}: the class applies none")
+    if spec.quantization:
+        reasons.append(f"a target quantised by {spec.quantization}: vLLM would read the class's weights as quantised too")
     if spec.logit_softcap is not None:
         reasons.append(f"logit_softcap={spec.logit_softcap:g}: the class applies none")
     return reasons[0] if reasons else None

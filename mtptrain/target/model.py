@@ -3,6 +3,7 @@
 Legend: T packed tokens of all documents, H hidden size.
 """
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,8 @@ from mtptrain.config import Device, Dtype
 from mtptrain.errors import UserError
 from mtptrain.target.packed_attention import PACKED
 from mtptrain.target.packed_linear import can_pack, pack_linears
-from mtptrain.target.spec import read_spec
+from mtptrain.target.quantized_linear import serve_quantized
+from mtptrain.target.spec import read_config, read_spec
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 """Their frequencies depend on the longest position of a forward, so documents that share one would change each other."""
@@ -52,6 +54,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, trust_rem
 
     In float32 on a CPU its linear layers are packed for oneDNN, so they hold no `weight` any more.
     """
+    quantized = is_quantized(folder)
     attention = "eager" if read_spec(folder).attention_softcap else "sdpa"
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -62,10 +65,22 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, trust_rem
             raise
         raise UserError(f"{folder}: the weights do not have the shapes that config.json names; the checkpoint and its config differ") from e
     model = model.eval().requires_grad_(False)
+    if quantized:
+        serve_quantized(model)
     torch.nn.Module.to(model, device)
     if can_pack(model):
         pack_linears(model)
     return model
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether the target is a compressed-tensors checkpoint. UserError where transformers lacks what reads it."""
+    quantized = read_config(folder).get("quantization_config")
+    if not quantized or quantized.get("quant_method") != "compressed-tensors":
+        return False
+    if importlib.util.find_spec("compressed_tensors") is None:
+        raise UserError(f"{folder} is quantised by compressed-tensors, which is not installed; pip install 'mtptrain[quantized]'")
+    return True
 
 
 @torch.no_grad()

@@ -35,11 +35,16 @@ def can_pack(model: nn.Module) -> bool:
 
 @torch.inference_mode()
 def pack_linears(model: nn.Module) -> None:
-    """Replace every nn.Linear of `model`, in place; the original weights are freed (a tied embedding keeps its own).
+    """Replace every nn.Linear of `model` but quantised ones, in place; the original weights are freed (a tied embedding keeps its own).
 
     Checked on the first layer: UserError if oneDNN's product is not the plain one.
     """
-    linears = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children() if type(child) is nn.Linear]
+    linears = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and not hasattr(child, "quantization_scheme")  # compressed-tensors' mark
+    ]
     for i, (parent, name, linear) in enumerate(linears):
         packed = PackedLinear(linear)
         if i == 0:

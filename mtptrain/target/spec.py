@@ -54,6 +54,8 @@ class TargetSpec:
     residual_scale: float = 1.0
     """Attention and MLP outputs are multiplied by this before they are added (Granite)."""
     eos_token_ids: list[int] = field(default_factory=list)
+    quantization: str = ""
+    """`quant_method` of a quantised checkpoint."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -141,6 +143,7 @@ def spec_from_config(config: dict[str, Any]) -> TargetSpec:
         attention_softcap=getattr(full, "attn_logit_softcapping", None),
         residual_scale=float(getattr(full, "residual_multiplier", 1.0)),
         eos_token_ids=id_list(full.eos_token_id),
+        quantization=(config.get("quantization_config") or {}).get("quant_method", ""),
     )
 
 

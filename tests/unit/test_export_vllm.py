@@ -103,6 +103,7 @@ def test_a_head_with_a_norm_off_is_refused(norm: str) -> None:
         ({}, {"sliding_window": 8}, "sliding_window=8"),
         ({"head_dim": 8}, {}, "head_dim=8"),
         ({"embed_scale": 4.0}, {}, "embed_scale=4"),
+        ({"quantization": "compressed-tensors"}, {}, "quantised by compressed-tensors"),
         ({"logit_softcap": 30.0}, {}, "logit_softcap=30"),
     ],
 )
