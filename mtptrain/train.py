@@ -12,6 +12,7 @@ def main(cfg: Config) -> None:
     plan.refuse_if_it_cannot_fit(cfg)
     from mtptrain.stages import export, precompute, prepare, train, validate
 
+    validate.check_first(cfg)
     prepare.run(cfg, for_training=True)
     plan.refuse_if_it_cannot_fit(cfg, target_is_here=True)
     for stage in (precompute, train, validate, export):

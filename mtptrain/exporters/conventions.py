@@ -7,7 +7,7 @@ from mtptrain.heads.mtp import MtpConfig
 from mtptrain.target.spec import TargetSpec
 
 
-def conventions(config: MtpConfig, spec: TargetSpec) -> dict[str, Any]:
+def conventions(config: MtpConfig, spec: TargetSpec, layout: str = "stock") -> dict[str, Any]:
     """Every convention that has two sides somewhere."""
     return {
         "captures": ["final"],
@@ -22,7 +22,7 @@ def conventions(config: MtpConfig, spec: TargetSpec) -> dict[str, Any]:
         "draft_vocabulary": "full",
         "d2t": None,
         "fc_bias": False,
-        "qkv": "fused",
+        "qkv": "fused" if layout == "stock" else "apart",
         "rms_norm": "weight",
         "target_rms_norm": "1+weight" if spec.rms_norm_offset == 1.0 else "weight",
         "rope_parameters": config.layer.rope,
@@ -50,6 +50,6 @@ def certificate_file(
         "layout": layout,
         "proof": proof,
         "target": target,
-        "conventions": conventions(config, spec),
+        "conventions": conventions(config, spec, layout),
         "certificate": certificate,
     }

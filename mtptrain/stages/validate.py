@@ -11,9 +11,9 @@ from mtptrain.config import Config, Measurement
 from mtptrain.config_io import config_yaml
 from mtptrain.engines.process import Engine, find_engine
 from mtptrain.engines.vllm import EngineRun
-from mtptrain.exporters.vllm import VllmExport, from_vllm, to_vllm
+from mtptrain.exporters.vllm import VllmExport, from_vllm, pick_layout, to_vllm
 from mtptrain.files import read_json, read_jsonl_durable, write_folder_atomic, write_json, write_text
-from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.mtp import MtpHead, mtp_config
 from mtptrain.report.console import print_report
 from mtptrain.report.measurement import measure
 from mtptrain.report.page import PAGE, write_report_page
@@ -36,6 +36,8 @@ from mtptrain.stages.train import spread
 from mtptrain.stages.walk import expected_acceptance, walk_documents
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import weights_hash
+from mtptrain.target.resolve import resolve_target
+from mtptrain.target.spec import read_spec
 from mtptrain.trainer import LOG
 
 CANDIDATE = "candidate"
@@ -68,6 +70,15 @@ def run(cfg: Config) -> None:
     print(f"validate: {cfg.report_dir / PAGE} and {REPORT}", flush=True)
     if report["gate"]["reasons"]:
         export_stage.run(cfg)  # keeps the candidate under the name of a rejected one, and fails
+
+
+def check_first(cfg: Config) -> None:
+    """Refuse, before anything is spent, what this stage or the export would refuse after the training."""
+    if Measurement.vllm in cfg.validate.measure:
+        drafts_to_try(cfg, cfg.report_dir)
+        _engine(cfg)
+    spec = read_spec(resolve_target(cfg.target))
+    pick_layout(cfg.export.vllm.layout, mtp_config(cfg.head, spec), spec)
 
 
 def _engine(cfg: Config) -> Engine | None:

@@ -86,16 +86,19 @@ def test_a_shut_gate_exports_nothing_and_exits_non_zero(finished: Path) -> None:
     done = run("train", finished, "validate.min_accepted_length=9", "head.label=gated")
     assert done.returncode == 2
     assert "below validate.min_accepted_length=9" in done.stderr
-    assert not (finished / "tiny/heads/gated/export").exists()
+    assert [p.name for p in (finished / "tiny/heads/gated/export").iterdir() if p.is_dir()] == ["vllm.rejected"]
 
 
-def test_a_head_with_a_norm_off_is_measured_but_its_export_refused(finished: Path) -> None:
-    done = run("train", finished, "head.norms.hidden=false", "head.label=no-hidden-norm")
+def test_a_head_with_a_norm_off_is_exported_for_the_plugin_and_refused_for_the_stock_class_before_training(finished: Path) -> None:
+    done = run("train", finished, "head.norms.hidden=false", "head.label=stock-no-norm", "export.vllm.layout=stock")
     assert done.returncode == 2
     assert "head.norms.hidden=false" in done.stderr
-    report = json.loads((finished / "tiny/heads/no-hidden-norm/report/report.json").read_text())
-    assert report["reference"]["overall"]["drafts"] > 0
-    assert not (finished / "tiny/heads/no-hidden-norm/export").exists()
+    assert not (finished / "tiny/heads/stock-no-norm").exists()
+    done = run("train", finished, "head.norms.hidden=false", "head.label=no-hidden-norm")
+    assert done.returncode == 0, done.stderr
+    about = json.loads((finished / "tiny/heads/no-hidden-norm/export/vllm.unproven/mtptrain.json").read_text())
+    assert about["layout"] == "plugin"
+    assert about["conventions"]["recycled_hidden"] == "post_norm"
 
 
 def test_kill_9_anywhere_then_resume_gives_the_same_bits(finished: Path, tmp_path: Path) -> None:
