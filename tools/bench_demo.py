@@ -33,7 +33,8 @@ def run_demo(folder: Path) -> dict[str, object]:
         sys.exit(f"error: tools/demo ended with status {done.returncode}")
     report = json.loads((clone / HEAD / "report/report.json").read_text())
     stages = {}
-    for stage in ("data", "store", f"{HEAD.removeprefix('runs/smollm2/')}/train"):
+    head = HEAD.removeprefix("runs/smollm2/")
+    for stage in ("data", "store", f"{head}/train", f"{head}/report"):
         manifest = clone / "runs/smollm2" / stage
         stages[stage] = round((manifest / "manifest.json").stat().st_mtime - (manifest / "started.json").stat().st_mtime)
     return {
@@ -44,9 +45,12 @@ def run_demo(folder: Path) -> dict[str, object]:
         "supervised_rows": report["training"]["supervised_rows"],
         "by_k": {k: m["overall"]["mean_accepted_length"] for k, m in report["by_k"].items()},
         "walk": report["walk"]["overall"],
-        "reference": report["reference"]["overall"],
-        "same_documents": report["same_documents"]["overall"],
+        "measured": {n: report[n] and report[n]["overall"] for n in ("reference", "engine")},
+        "baselines": {n: m["overall"] for n, m in (report["baselines"] or {}).items()},
+        "speed": report["speed"],
+        "expected_at_temperature_1": report["expected_at_temperature_1"],
         "certificate": report["certificate"],
+        "proof": report["proof"],
     }
 
 
