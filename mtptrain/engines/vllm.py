@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
@@ -16,6 +17,9 @@ from mtptrain.engines.process import Engine, EngineProcess, run_engine, write_re
 from mtptrain.errors import UserError
 from mtptrain.target.model import pick_device, pick_dtype
 from mtptrain.target.spec import TargetSpec
+
+_GPU_SHARE = 0.9
+_GPU_SPARE = 0.03
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +76,7 @@ def llm_arguments(
     """
     device = pick_device(cfg.device)
     room = 2 * (speculative or {}).get("num_speculative_tokens", 0) + 2
-    arguments = {
+    arguments: dict[str, Any] = {
         "model": str(target.resolve()),
         "dtype": engine_dtype(cfg),
         "max_model_len": min(longest + room, spec.max_position_embeddings),
@@ -82,9 +86,18 @@ def llm_arguments(
         "trust_remote_code": cfg.target.trust_remote_code,
         "seed": 0,
     }
+    if device.type == "cuda":
+        arguments["gpu_memory_utilization"] = _free_share(device)
     if speculative:
         arguments["speculative_config"] = speculative
     return arguments | cfg.engine.options
+
+
+def _free_share(device: torch.device) -> float:
+    """What the engine may take of the GPU while this process keeps the target's ends and the head on it."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return min(_GPU_SHARE, free / total - _GPU_SPARE)
 
 
 def engine_dtype(cfg: Config) -> str:
@@ -113,12 +126,7 @@ def answer_job(
 
 
 def answer(
-    cfg: Config,
-    engine: Engine,
-    folder: Path,
-    jobs: dict[str, dict[str, Any]],
-    prompts: Sequence[Prompt],
-    seeds: dict[str, int] | None = None,
+    cfg: Config, engine: Engine, folder: Path, jobs: dict[str, dict[str, Any]], prompts: Sequence[Prompt]
 ) -> Iterator[tuple[str, str, Answer] | dict[str, EngineRun]]:
     """(job, prompt id, answer) as they end, each once; last all runs by job, with everything in them."""
     requests = ({"id": p.id, "prompt": p.tokens, "max_tokens": p.max_tokens} for p in prompts)

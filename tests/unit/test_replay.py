@@ -1,0 +1,118 @@
+"""Engine runs without an engine: hand-made traces against the reference head, cutting, fates of tokens."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from mtptrain.decoding.reference import Top
+from mtptrain.decoding.replay import replay_drafts
+from mtptrain.decoding.walk import Draft, draft_all_rows
+from mtptrain.engines.vllm import Answer, EngineRun, Step
+from mtptrain.heads.unroll import Unroll
+from mtptrain.losses import LmHead
+from mtptrain.stages.engine_trial import walks_of
+from mtptrain.stages.samples import token_fates
+from tests.unit.heads import HIDDEN, VOCAB, small_batch, small_embed, small_head, small_spec
+
+LM_HEAD = LmHead(torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9)))
+
+
+def drafted_by_one_row(row: int, k: int) -> list[int]:
+    """The head's own chain from `row`, one row at a time, every drafted token fed back."""
+    head, batch, embed = small_head(small_spec()), small_batch([12], [[(3, 12)]], 1), small_embed()
+    unroll = Unroll(head, embed, 1.0)
+    rows = torch.arange(11)
+    unroll.extend(batch.token_T[1:], batch.final_TH[:-1], rows, torch.zeros_like(rows))
+    zero, tokens = torch.zeros(1, dtype=torch.int64), []
+    state = unroll.start(torch.tensor([row]))
+    for _ in range(k):
+        tokens.append(int(LM_HEAD.logits(state).argmax()))
+        state = unroll.advance(zero, torch.tensor([tokens[-1]]))
+    return tokens
+
+
+def replay(steps: list[Step]) -> tuple[int, int, list[int | None]]:
+    head, batch = small_head(small_spec()), small_batch([12], [[(3, 12)]], 1)
+    agreement, firsts = replay_drafts(head, small_embed(), 1.0, LM_HEAD, batch.token_T, batch.final_TH, steps)
+    return agreement.equal, agreement.compared, firsts
+
+
+ROWS = [2, 3, 5, 9]
+
+
+def test_whole_chains_are_compared_whether_accepted_or_not() -> None:
+    steps = [Step(row, drafted_by_one_row(row, 3), 0) for row in ROWS]
+    assert replay(steps) == (12, 12, [None] * 4)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_draft_is_compared_up_to_its_first_difference(depth: int) -> None:
+    steps = [Step(row, drafted_by_one_row(row, 3), 0) for row in ROWS]
+    steps[2].drafted[depth] = (steps[2].drafted[depth] + 1) % VOCAB
+    assert replay(steps) == (9 + depth, 10 + depth, [None, None, depth, None])
+
+
+def test_order_empty_and_shorter_drafts() -> None:
+    """As n-gram lookup and a shrinking budget leave them; the order of the trace does not matter."""
+    steps = [
+        Step(9, drafted_by_one_row(9, 2), 1),
+        Step(4, [], 0),
+        Step(2, drafted_by_one_row(2, 3), 0),
+        Step(5, drafted_by_one_row(5, 1), 0),
+    ]
+    assert replay(steps) == (6, 6, [None] * 4)
+    assert replay([Step(4, [], 0)]) == (0, 0, [None])
+
+
+def test_replayed_first_tokens_are_the_walks() -> None:
+    batch = small_batch([12], [[(3, 12)]], 3)
+    walk = draft_all_rows(small_head(small_spec()), batch, small_embed(), 1.0, LM_HEAD, 3, 4)
+    steps = [Step(int(row), tokens, 0) for row, tokens in zip(walk.row_R, walk.tokens_R, strict=True)]
+    equal, compared, firsts = replay(steps)
+    assert equal == compared == sum(map(len, walk.tokens_R))
+    assert set(firsts) == {None}
+
+
+def test_a_tie_is_two_units_in_the_last_place_of_the_dtype() -> None:
+    near = 1.0 + 2 * 2.0**-23
+    assert Top([3, 5], [near, 1.0], bits=23).ties_with(5)
+    assert not Top([3, 5], [1.0 + 3 * 2.0**-23, 1.0], bits=23).ties_with(5)
+    assert Top([3, 5], [1.0 + 2 * 2.0**-7, 1.0], bits=7).ties_with(5)
+    assert not Top([3, 5], [1.0 + 2 * 2.0**-7, 1.0], bits=23).ties_with(5)
+
+
+class OneDocument:
+    """What `walks_of` asks of a store: one document of 10 prompt tokens and a span of 6."""
+
+    class Entry:
+        id, source, spans = "d", "s", ((10, 16),)
+
+    entries = (Entry(),)
+
+
+def test_drafts_are_cut_at_the_end_of_the_answer() -> None:
+    """Six tokens: the first from prefill (position 10), then 2 accepted + 1, then 1 accepted of a draft that reaches past the end."""
+    answer = Answer([1, 2, 3, 4, 5, 6], True, [Step(9, [2, 3, 9], 2), Step(12, [5, 6, 7], 3)])
+    (walk,) = walks_of(EngineRun(answers={"0.0": answer}), OneDocument(), [0])  # type: ignore[arg-type]
+    assert walk.drafts == [Draft(9, [2, 3, 9], 2), Draft(12, [5, 6], 2)]
+    assert (walk.spans, walk.generated) == (1, 6)
+
+
+def test_a_step_without_a_draft_counts_as_one_that_accepted_nothing() -> None:
+    answer = Answer([1, 2, 3], False, [Step(9, [], 0), Step(10, [3], 1)])
+    (walk,) = walks_of(EngineRun(answers={"0.0": answer}), OneDocument(), [0])  # type: ignore[arg-type]
+    assert walk.drafts == [Draft(9, [], 0), Draft(10, [3], 1)]
+
+
+def test_fates_of_tokens() -> None:
+    answer = Answer([11, 12, 13, 14, 15, 16], True, [Step(9, [12, 13, 99], 2), Step(12, [15], 1)])
+    assert [(token, fate["fate"], fate["depth"], rejected) for token, fate, rejected in token_fates(answer, 10)] == [
+        (11, "prefill", None, None),
+        (12, "accepted", 1, None),
+        (13, "accepted", 2, None),
+        (14, "target", None, 99),
+        (15, "accepted", 1, None),
+        (16, "target", None, None),
+    ]
+    assert token_fates(dataclasses.replace(answer, tokens=[]), 10) == []
