@@ -5,6 +5,8 @@ export/vllm.unproven   the gate is open, but no engine has read it
 export/vllm.rejected   the gate is shut; it is kept to be looked at, and the job fails
 """
 
+import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -99,9 +101,9 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve_command(target: Path, folder: Path, k: int) -> str:
-    """What to paste to serve the head in vLLM."""
-    speculative = f'{{"method": "{METHOD}", "model": "{folder}", "num_speculative_tokens": {k}}}'
-    return f"vllm serve {target} --speculative-config '{speculative}'"
+    """What to paste, from any folder, to serve the head in vLLM."""
+    speculative = json.dumps({"method": METHOD, "model": str(folder.resolve()), "num_speculative_tokens": k}, ensure_ascii=False)
+    return shlex.join(["vllm", "serve", str(target.resolve()), "--speculative-config", speculative])
 
 
 def print_summary(cfg: Config, target: Path, report: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from mtptrain.config import Config, PrecomputeBackend
 from mtptrain.config_io import config_yaml
 from mtptrain.data.documents import FILE, Document, check_documents, read_documents
 from mtptrain.data.packing import pack
-from mtptrain.engines.process import require_engine
+from mtptrain.engines.process import Engine, require_engine
 from mtptrain.engines.vllm import capture_states, llm_arguments
 from mtptrain.errors import UserError
 from mtptrain.files import hash_file, hash_json, write_text
@@ -69,9 +69,8 @@ def run(cfg: Config) -> None:
     _check_captures(cfg.precompute.captures, spec)
     set_threads(cfg.threads)
     dtype = pick_dtype(cfg.target.dtype, pick_device(cfg.device))
-    if cfg.precompute.backend is PrecomputeBackend.vllm:
-        require_engine(cfg, "precompute.backend=vllm")
-    inputs = store_inputs(cfg, target, dtype)
+    engine = require_engine(cfg, "precompute.backend=vllm") if cfg.precompute.backend is PrecomputeBackend.vllm else None
+    inputs = store_inputs(cfg, target, dtype, engine)
     complete = manifest.is_complete(cfg.store_dir, inputs, cfg.on_stale)
     captures = _captures_in(cfg.store_dir) if complete else []
     wanted = captures + [c for c in cfg.precompute.captures if c not in captures]
@@ -94,17 +93,18 @@ def run(cfg: Config) -> None:
     _print_summary(cfg.store_dir, results, sum(w.tokens for w in work if w.captures), seconds)
 
 
-def store_inputs(cfg: Config, target: Path, dtype: torch.dtype) -> dict[str, Any]:
+def store_inputs(cfg: Config, target: Path, dtype: torch.dtype, engine: Engine | None) -> dict[str, Any]:
     """Everything that determines the store's bytes, except which captures it holds: those are kept per capture."""
     return {
         "target": weights_hash(target),
         "tokenizer": tokenizer_hash(target),
         "documents": hash_file(cfg.data_dir / FILE),
         "dtype": str(dtype).removeprefix("torch."),
-        "codec": CODECS[cfg.store.codec.name].tag,
-        "shard_tokens": cfg.store.shard_tokens,
-        "batch_tokens": cfg.precompute.batch_tokens,
-        "backend": cfg.precompute.backend.name,
+        "store.codec": CODECS[cfg.store.codec.name].tag,
+        "store.shard_tokens": cfg.store.shard_tokens,
+        "precompute.batch_tokens": cfg.precompute.batch_tokens,
+        "precompute.backend": cfg.precompute.backend.name,
+        "engine": engine and engine.versions["vllm"],
         "store_format": VERSION,
     }
 

@@ -90,7 +90,7 @@ def train_inputs(cfg: Config, context: Context, fingerprint: str) -> dict[str, A
         "head": {k: v for k, v in as_plain(cfg.head).items() if k != "label"},
         "train": train,
         "seed": cfg.seed,
-        "k": cfg.validate.k,
+        "validate.k": cfg.validate.k,
         "dtype": str(context.dtype).removeprefix("torch."),
     }
 

@@ -181,11 +181,11 @@ def test_other_inputs_are_refused_by_name_or_redone(tmp_path: Path, target: Path
     cfg = config(tmp_path, target)
     precompute.run(cfg)
     cfg.precompute.batch_tokens = 100
-    with pytest.raises(StaleError, match="batch_tokens: 48 -> 100"):
+    with pytest.raises(StaleError, match=r"precompute\.batch_tokens: 48 -> 100"):
         precompute.run(cfg)
     cfg.on_stale = OnStale.redo
     precompute.run(cfg)
-    assert manifest.require(cfg.store_dir, "", "")["inputs"]["batch_tokens"] == 100
+    assert manifest.require(cfg.store_dir, "", "")["inputs"]["precompute.batch_tokens"] == 100
 
 
 def test_the_data_stage_is_asked_for(tmp_path: Path, target: Path) -> None:
@@ -298,13 +298,14 @@ def test_relative_error_is_that_of_the_worst_row() -> None:
 
 def test_inputs_hold_all_that_determines_the_bytes(tmp_path: Path, target: Path) -> None:
     cfg = config(tmp_path, target)
-    inputs = precompute.store_inputs(cfg, target, torch.float32)
+    inputs = precompute.store_inputs(cfg, target, torch.float32, None)
     assert set(inputs) == {
-        "target", "tokenizer", "documents", "dtype", "codec", "shard_tokens", "batch_tokens", "backend", "store_format"
+        "target", "tokenizer", "documents", "dtype", "store.codec", "store.shard_tokens", "precompute.batch_tokens",
+        "precompute.backend", "engine", "store_format",
     }  # fmt: skip
-    assert inputs["codec"] == {"name": "bf16", "version": 1}
+    assert inputs["store.codec"] == {"name": "bf16", "version": 1}
     write_documents(cfg.data_dir, random_documents([9]))
-    assert hash_json(precompute.store_inputs(cfg, target, torch.float32)["documents"]) != hash_json(inputs["documents"])
+    assert hash_json(precompute.store_inputs(cfg, target, torch.float32, None)["documents"]) != hash_json(inputs["documents"])
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "flip", "empty"])
