@@ -51,7 +51,7 @@ JOBS = {
     "train": "every stage that is not complete yet, in order: prepare, precompute, train, validate, export",
     "prepare": "prompts -> responses written by the target, token ids and supervised spans",
     "precompute": "the target's hidden states -> a store on disk",
-    "validate": "acceptance of the trained head, by walk and by reference decoding",
+    "validate": "acceptance of the trained head, by walk, reference decoder and a real vLLM, and whether they agree",
     "export": "one folder per engine, once validation passed",
     "plan": "tokens, disk, memory and time of it all, before anything is spent",
 }

@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from mtptrain import __version__
 from mtptrain.config import OnStale
 from mtptrain.errors import StaleError, UserError
@@ -16,6 +18,9 @@ from mtptrain.files import read_json, write_json
 
 MANIFEST = "manifest.json"
 _STARTED = "started.json"
+_LOCK = ".lock"
+_held: dict[Path, FileLock] = {}
+"""Of the stages this process is at; the system frees them when it ends, however it does."""
 
 
 def changed_inputs(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -50,21 +55,40 @@ def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool
     if not differences:
         return found == manifest
     if on_stale is OnStale.redo:
+        _hold(folder)
         shutil.rmtree(folder)
+        _held.pop(folder).release()
         return False
     shown = "; ".join(differences[:4]) + (f"; and {len(differences) - 4} more" if len(differences) > 4 else "")
     raise StaleError(f"{folder} was made from other inputs ({shown}); use on_stale=redo to redo it, or another name=")
 
 
 def begin(folder: Path, inputs: dict[str, Any]) -> None:
-    """Note what this stage is being made from. Call after `is_complete` returned False."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Note what this stage is being made from. Call after `is_complete` returned False.
+
+    Until `finish` no other process may begin it: UserError there.
+    """
+    _hold(folder)
     write_json(folder / _STARTED, {"inputs": inputs, "mtptrain": __version__})
 
 
 def finish(folder: Path, inputs: dict[str, Any], results: dict[str, Any]) -> None:
     """Mark the stage complete. `results` is what later stages and people want to know about it."""
     write_json(folder / MANIFEST, {"inputs": inputs, "mtptrain": __version__, "results": results})
+    if lock := _held.pop(folder, None):
+        lock.release()
+
+
+def _hold(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder in _held:
+        return
+    lock = FileLock(folder / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as e:
+        raise UserError(f"another process is at work in {folder}; wait for it, or use another name= or head.label=") from e
+    _held[folder] = lock
 
 
 def require(folder: Path, what: str, command: str) -> dict[str, Any]:

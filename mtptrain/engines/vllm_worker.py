@@ -25,7 +25,7 @@ from typing import Any
 
 Emit = Callable[..., None]
 _POLL_SECONDS = 0.05
-_TIMED = 4
+_TIMED = 2
 """Requests that are timed at least, so that batch size 1 is more than one answer."""
 
 

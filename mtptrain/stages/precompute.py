@@ -84,8 +84,7 @@ def run(cfg: Config) -> None:
         print(f"precompute: {cfg.store_dir} is complete", flush=True)
         return
     _check_disk(cfg, work, spec)
-    if not complete:
-        manifest.begin(cfg.store_dir, inputs)
+    manifest.begin(cfg.store_dir, inputs)
     seconds = _compute(cfg, target, dtype, writer, work) if work else 0.0
     results = _summarise(cfg.store_dir, writer, len(shards), wanted, spec.hidden_size)
     write_text(cfg.store_dir / "config.yaml", config_yaml(cfg))

@@ -1,5 +1,7 @@
 """What a changed input is called, and when a stage is reused, refused or redone."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,24 @@ def test_fault_16_a_damaged_manifest_is_named(tmp_path: Path) -> None:
 def test_a_missing_file_of_ours_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"report\.json is missing; run the stage"):
         read_json(tmp_path / "report.json")
+
+
+def test_two_processes_do_not_work_in_one_folder(tmp_path: Path) -> None:
+    """The second is told so; after the first was killed, it may begin."""
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom mtptrain import manifest\n"
+        "manifest.begin(Path(sys.argv[1]), {'a': 1})\nprint('begun', flush=True)\ntime.sleep(600)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "s")], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"begun\n"
+    with pytest.raises(UserError, match="another process is at work in"):
+        manifest.begin(tmp_path / "s", {"a": 1})
+    with pytest.raises(UserError, match="another process is at work in"):
+        manifest.is_complete(tmp_path / "s", {"a": 2}, OnStale.redo)
+    child.kill()
+    child.wait()
+    manifest.begin(tmp_path / "s", {"a": 1})
+    manifest.finish(tmp_path / "s", {"a": 1}, {})
+    manifest.begin(tmp_path / "s", {"a": 1})
+    manifest.finish(tmp_path / "s", {"a": 1}, {})
