@@ -437,6 +437,22 @@ class ExportConfig:
         _require(bool(self.engines), "export.engines", "[]", "name at least one engine")
 
 
+_OURS = {
+    "model": "use target.path",
+    "dtype": "use target.dtype",
+    "trust_remote_code": "use target.trust_remote_code",
+    "tensor_parallel_size": "use engine.tensor_parallel",
+    "max_num_seqs": "use engine.batch_size or data.responses.batch_size",
+    "speculative_config": "the drafts are what is measured; use validate.k and validate.draft_model",
+    "worker_extension_cls": "the capture needs it",
+    "skip_tokenizer_init": "the engine is given token ids",
+    "enable_prefix_caching": "a cache hit has no states and no drafts",
+    "async_scheduling": "the trace needs the scheduler in step",
+    "disable_log_stats": "the counters need it",
+}
+"""Arguments of vLLM that engine.options may not hold, and what to use instead."""
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineConfig:
     """The serving engine, run as a process of its own."""
@@ -459,6 +475,8 @@ class EngineConfig:
         _require(bool(self.python), "engine.python", "''", "name a Python, or auto, or none")
         for key in ("tensor_parallel", "batch_size", "kv_cache_gib"):
             _require(getattr(self, key) >= 1, f"engine.{key}", getattr(self, key), "must be at least 1")
+        for key in self.options:
+            _require(key not in _OURS, f"engine.options.{key}", self.options[key], f"mtptrain sets it itself; {_OURS.get(key, '')}")
         _require(self.timeout > 0, "engine.timeout", self.timeout, "must be > 0 seconds")
 
 

@@ -67,6 +67,8 @@ def find_engine(cfg: Config) -> Engine | None:
     if wanted == "none":
         return None
     if wanted != "auto":
+        if "/" in wanted:
+            wanted = os.path.abspath(os.path.expanduser(wanted))  # not resolved: a virtual environment's python is a link
         found = _probe(wanted, strict=True)
         if "vllm" not in found:
             raise UserError(f"engine.python={wanted}: it has no vLLM; install one there (tools/setup_engine makes such an environment)")
@@ -77,6 +79,11 @@ def find_engine(cfg: Config) -> Engine | None:
         if "vllm" in found:
             return _checked(cfg, Engine(python, found))
     return None
+
+
+def engine_inputs(cfg: Config, engine: Engine) -> dict[str, Any]:
+    """What of the engine decides its results."""
+    return {"versions": engine.versions, "tensor_parallel": cfg.engine.tensor_parallel, "options": cfg.engine.options}
 
 
 def require_engine(cfg: Config, why: str) -> Engine:

@@ -12,6 +12,7 @@ Kinds of job (jobs.json; `llm` holds vLLM's own arguments):
     capture    hidden states of whole documents, a group of them (a shard) a file: {"event": "shard", "shard", "file"}
 """
 
+import itertools
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from typing import Any
 
 Emit = Callable[..., None]
 _POLL_SECONDS = 0.05
+_WARM_TOKENS = 12
 _TIMED = 2
 """Requests that are timed at least, so that batch size 1 is more than one answer."""
 
@@ -188,8 +190,11 @@ def _answer(folder: Path, job: dict[str, Any], emit: Emit) -> None:
 
 
 def _time(engine: Any, requests: list[dict[str, Any]], size: int, job: dict[str, Any], emit: Emit) -> None:
-    """The first few requests, `size` of them at any moment until they run out."""
-    waiting = [r | {"id": f"{r['id']}@{size}"} for r in requests[: max(size, _TIMED)]]
+    """`size` requests at any moment until they run out, after a short untimed pass (what is compiled at first use is no speed)."""
+    waiting = [r | {"id": f"{n}@{size}"} for n, r in zip(range(max(size, _TIMED)), itertools.cycle(requests), strict=False)]
+    _submit(engine, [r | {"id": f"warm-{r['id']}", "max_tokens": min(_WARM_TOKENS, r["max_tokens"])} for r in waiting[:size]], job)
+    for _ in _finished(engine):
+        pass
     count, tokens = len(waiting), 0
     began = time.monotonic()
     _submit(engine, waiting[:size], job)

@@ -32,9 +32,11 @@ class VllmExport:
         save_file(self.tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def pick_layout(wanted: VllmLayout, config: MtpConfig, spec: TargetSpec) -> VllmLayout:
+def pick_layout(wanted: VllmLayout, config: MtpConfig, spec: TargetSpec, tensor_parallel: int = 1) -> VllmLayout:
     """`auto` resolved. UserError where the stock class is asked for and cannot express the head."""
     reason = why_not(config, spec)
+    if tensor_parallel > 1 and not reason:
+        reason = f"engine.tensor_parallel={tensor_parallel}: its fused q, k, v can't be split between ranks"
     if wanted is VllmLayout.stock and reason:
         raise UserError(f"export.vllm.layout=stock: vLLM's own class cannot express this head ({reason}); use export.vllm.layout=plugin")
     if wanted is VllmLayout.auto:

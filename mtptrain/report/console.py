@@ -29,7 +29,7 @@ def print_report(report: dict[str, Any]) -> None:
     console = Console()
     console.width = max(console.width, _WIDTH)
     console.print(table)
-    if report["speed"]:
+    if report["speed"] and report["speed"]["rows"]:
         console.print(_speed_table(report["speed"]["rows"]))
     for line in _agreement(report["certificate"]):
         console.print(line, highlight=False)

@@ -64,6 +64,8 @@ def gate(report: dict[str, Any], min_accepted_length: float, max_disagreement: f
     elif length < min_accepted_length:
         reasons.append(f"mean accepted length {length:.3f} is below validate.min_accepted_length={min_accepted_length}")
     found = report["certificate"]
+    if found and not found["drafted_tokens_compared"]:
+        reasons.append(f"no drafted token of {' and '.join(found['between'])} could be compared: nothing was drafted")
     for compared in [found, found.get("walk_and_reference")] if found else []:
         for kind in ("drafted_token_agreement", "output_agreement"):
             if compared and 1 - compared[kind] > max_disagreement:

@@ -86,6 +86,7 @@ def run_trials(
     for name, draft in drafts.items():
         speculative = draft and draft | {"num_speculative_tokens": cfg.validate.k}
         arguments = llm_arguments(cfg, context.folder, context.spec, longest, speculative)
+        arguments["max_num_seqs"] = max([cfg.engine.batch_size, *cfg.validate.batch_sizes])
         jobs[name] = answer_job(arguments, prompts, stop_ids, batch_sizes=cfg.validate.batch_sizes)
     return run_to_end("vLLM", len(jobs) * len(prompts), answer(cfg, engine, cfg.report_dir / "engine", jobs, prompts))
 

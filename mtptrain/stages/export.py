@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from mtptrain import manifest
-from mtptrain.config import Config
+from mtptrain.config import Config, VllmLayout
 from mtptrain.config_io import config_yaml
 from mtptrain.errors import UserError
 from mtptrain.exporters.conventions import certificate_file
-from mtptrain.exporters.vllm import METHOD, VllmExport, to_vllm
-from mtptrain.files import read_json, write_folder_atomic, write_json, write_text
-from mtptrain.heads.mtp import MtpHead
-from mtptrain.report.schema import REPORT, strongest
+from mtptrain.exporters.vllm import METHOD, VllmExport, pick_layout, to_vllm
+from mtptrain.files import hash_file, read_json, write_folder_atomic, write_json, write_text
+from mtptrain.heads.mtp import MtpHead, mtp_config
+from mtptrain.report.schema import REPORT, gate, strongest
 from mtptrain.stages.context import Context, load_trained_head, open_context, trained_head_hash, versions
+from mtptrain.target.resolve import resolve_target
+from mtptrain.target.spec import TargetSpec
 
+THRESHOLDS = ("min_accepted_length", "max_disagreement")
+"""Options of validate that judge what was measured: another value needs no new measurement."""
 PROVEN, UNPROVEN, REJECTED = "vllm", "vllm.unproven", "vllm.rejected"
 
 
@@ -31,25 +35,53 @@ def run(cfg: Config) -> None:
     context = open_context(cfg)
     head, _ = load_trained_head(cfg, context)
     report = read_json(cfg.report_dir / REPORT)
+    judge(cfg, report)
     if found["inputs"]["head"] != trained_head_hash(cfg):
         raise UserError(
             f"{cfg.report_dir / REPORT} was measured on another head; run python -m mtptrain.validate (with the same arguments) again"
         )
-    export = to_vllm(head, context.spec, cfg.export.vllm.layout)
+    export = to_vllm(head, context.spec, layout_of(cfg, context.spec))
     if report["layout"] != export.layout.name:
         raise UserError(
             f"{cfg.report_dir / REPORT} was measured on the {report['layout']} layout, not on {export.layout.name}; run "
             "python -m mtptrain.validate (with the same arguments) again"
         )
     inputs = {"head": trained_head_hash(cfg), "report": found["inputs"], "engines": [e.name for e in cfg.export.engines]}
-    name = folder_name(report)
-    if not manifest.is_complete(cfg.export_dir, inputs, cfg.on_stale) or not (cfg.export_dir / name).exists():
+    folder = cfg.export_dir / folder_name(report)
+    if not manifest.is_complete(cfg.export_dir, inputs, cfg.on_stale) or not _is_whole(cfg.export_dir, folder):
         manifest.begin(cfg.export_dir, inputs)
         _write(cfg, context, head, export, report)
-        manifest.finish(cfg.export_dir, inputs, {"folders": [name], "proof": report["proof"]})
+        hashes = {file.name: hash_file(file) for file in sorted(folder.iterdir())}
+        manifest.finish(cfg.export_dir, inputs, {"folder": folder.name, "proof": report["proof"], "hashes": hashes})
     if report["gate"]["reasons"]:
         raise shut(cfg, report)
     print_summary(cfg, context.folder, report)
+
+
+def layout_of(cfg: Config, spec: TargetSpec) -> VllmLayout:
+    """The layout that `export.vllm.layout` means for this head. UserError where it can't be."""
+    return pick_layout(cfg.export.vllm.layout, mtp_config(cfg.head, spec), spec, cfg.engine.tensor_parallel)
+
+
+def judge(cfg: Config, report: dict[str, Any]) -> bool:
+    """Set the report's gate and serving command by the thresholds asked for now; whether that changed it."""
+    before = report.get("gate"), report.get("serve")
+    report["gate"] = gate(report, *(getattr(cfg.validate, name) for name in THRESHOLDS))
+    open_folder = None if report["gate"]["reasons"] else cfg.export_dir / folder_name(report)
+    report["serve"] = open_folder and serve_command(resolve_target(cfg.target), open_folder, report["k"])
+    return before != (report["gate"], report["serve"])
+
+
+def _is_whole(export_dir: Path, folder: Path) -> bool:
+    """Whether the finished folder is the one that was written, byte for byte; a damaged one is said."""
+    written = read_json(export_dir / manifest.MANIFEST)["results"]
+    if written.get("folder") != folder.name:
+        return False
+    for name, digest in written["hashes"].items():
+        if not (folder / name).is_file() or hash_file(folder / name) != digest:
+            print(f"export: {folder / name} is damaged or missing; the folder is written again", flush=True)
+            return False
+    return True
 
 
 def folder_name(report: dict[str, Any]) -> str:

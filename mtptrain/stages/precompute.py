@@ -27,7 +27,7 @@ from mtptrain.config import Config, PrecomputeBackend
 from mtptrain.config_io import config_yaml
 from mtptrain.data.documents import FILE, Document, check_documents, read_documents
 from mtptrain.data.packing import pack
-from mtptrain.engines.process import Engine, require_engine
+from mtptrain.engines.process import Engine, engine_inputs, require_engine
 from mtptrain.engines.vllm import capture_states, llm_arguments
 from mtptrain.errors import UserError
 from mtptrain.files import hash_file, hash_json, write_text
@@ -103,7 +103,7 @@ def store_inputs(cfg: Config, target: Path, dtype: torch.dtype, engine: Engine |
         "store.shard_tokens": cfg.store.shard_tokens,
         "precompute.batch_tokens": cfg.precompute.batch_tokens,
         "precompute.backend": cfg.precompute.backend.name,
-        "engine": engine and engine.versions["vllm"],
+        "engine": engine and engine_inputs(cfg, engine),
         "store_format": VERSION,
     }
 

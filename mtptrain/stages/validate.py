@@ -4,20 +4,21 @@ What is measured is what will be served: the head's weights are those of the can
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mtptrain import manifest
 from mtptrain.config import Config, Measurement
 from mtptrain.config_io import config_yaml
-from mtptrain.engines.process import Engine, find_engine
+from mtptrain.engines.process import Engine, engine_inputs, find_engine
 from mtptrain.engines.vllm import EngineRun
-from mtptrain.exporters.vllm import VllmExport, from_vllm, pick_layout, to_vllm
+from mtptrain.exporters.vllm import VllmExport, from_vllm, to_vllm
 from mtptrain.files import read_json, read_jsonl_durable, write_folder_atomic, write_json, write_text
-from mtptrain.heads.mtp import MtpHead, mtp_config
+from mtptrain.heads.mtp import MtpHead
 from mtptrain.report.console import print_report
 from mtptrain.report.measurement import measure
 from mtptrain.report.page import PAGE, write_report_page
-from mtptrain.report.schema import REPORT, SCHEMA, certificate, gate, strongest
+from mtptrain.report.schema import REPORT, SCHEMA, certificate, strongest
 from mtptrain.stages import export as export_stage
 from mtptrain.stages.context import (
     Context,
@@ -30,6 +31,7 @@ from mtptrain.stages.context import (
     versions,
 )
 from mtptrain.stages.engine_trial import HEAD, NONE, Findings, certify, drafts_to_try, run_trials, walks_of
+from mtptrain.stages.export import THRESHOLDS, judge, layout_of
 from mtptrain.stages.reference import run_reference
 from mtptrain.stages.samples import heat_strips
 from mtptrain.stages.train import spread
@@ -50,35 +52,39 @@ _ENGINE_TIE = "drafted tokens: at most two units in the last place of the engine
 
 def run(cfg: Config) -> None:
     """Measure, write report/report.json, print the table. Raises UserError when the gate is shut."""
+    engine = check_first(cfg)
     context = open_context(cfg)
     head, trained = load_trained_head(cfg, context)
-    export = to_vllm(head, context.spec, cfg.export.vllm.layout)
-    engine = _engine(cfg)
+    export = to_vllm(head, context.spec, layout_of(cfg, context.spec))
     inputs = validate_inputs(cfg, context, engine, export)
     if manifest.is_complete(cfg.report_dir, inputs, cfg.on_stale) and (cfg.report_dir / REPORT).exists():
         report = read_json(cfg.report_dir / REPORT)
+        if judge(cfg, report) or not (cfg.report_dir / PAGE).exists():
+            _write(cfg, report)
     else:
         manifest.begin(cfg.report_dir, inputs)
         write_folder_atomic(cfg.report_dir / CANDIDATE, export.write)
         head.load_state_dict(from_vllm(cfg.report_dir / CANDIDATE))
         report = _measure(cfg, context, head.to(context.device), trained, engine, export)
-        write_text(cfg.report_dir / "config.yaml", config_yaml(cfg))
-        write_json(cfg.report_dir / REPORT, report)
-        write_report_page(cfg.report_dir / PAGE, report, read_jsonl_durable(cfg.train_dir / LOG))
-        manifest.finish(cfg.report_dir, inputs, {"gate": report["gate"], "proof": report["proof"]})
+        _write(cfg, report)
+        manifest.finish(cfg.report_dir, inputs, {"proof": report["proof"]})
     print_report(report)
     print(f"validate: {cfg.report_dir / PAGE} and {REPORT}", flush=True)
     if report["gate"]["reasons"]:
         export_stage.run(cfg)  # keeps the candidate under the name of a rejected one, and fails
 
 
-def check_first(cfg: Config) -> None:
-    """Refuse, before anything is spent, what this stage or the export would refuse after the training."""
-    if Measurement.vllm in cfg.validate.measure:
-        drafts_to_try(cfg, cfg.report_dir)
-        _engine(cfg)
-    spec = read_spec(resolve_target(cfg.target))
-    pick_layout(cfg.export.vllm.layout, mtp_config(cfg.head, spec), spec)
+def _write(cfg: Config, report: dict[str, Any]) -> None:
+    write_text(cfg.report_dir / "config.yaml", config_yaml(cfg))
+    write_json(cfg.report_dir / REPORT, report)
+    write_report_page(cfg.report_dir / PAGE, report, read_jsonl_durable(cfg.train_dir / LOG))
+
+
+def check_first(cfg: Config) -> Engine | None:
+    """Refuse, before anything is spent or deleted, what this stage or the export would refuse later; the engine to measure with."""
+    drafts_to_try(cfg, cfg.report_dir)
+    layout_of(cfg, read_spec(resolve_target(cfg.target)))
+    return _engine(cfg)
 
 
 def _engine(cfg: Config) -> Engine | None:
@@ -100,12 +106,12 @@ def validate_inputs(cfg: Config, context: Context, engine: Engine | None, export
         "head": trained_head_hash(cfg),
         "store": store_fingerprint(cfg),
         "target": weights_hash(context.folder),
-        "validate": {k: [m.name for m in v] if k == "measure" else v for k, v in as_plain(cfg.validate).items()},
+        "validate": {k: [m.name for m in v] if k == "measure" else v for k, v in as_plain(cfg.validate).items() if k not in THRESHOLDS},
+        "validate.draft_model": cfg.validate.draft_model and weights_hash(Path(cfg.validate.draft_model).expanduser()),
         "dtype": str(context.dtype).removeprefix("torch."),
         "target.dtype": cfg.target.dtype.name,
         "layout": export.layout.name,
-        "engine": engine.versions if engine else None,
-        "engine.options": as_plain(cfg.engine)["options"] if engine else None,
+        "engine": engine and engine_inputs(cfg, engine),
     }
 
 
@@ -151,9 +157,7 @@ def _measure(
         report["same_documents"] = {"walk": walk, "reference": report["reference"], "engine": None}
         report["certificate"] = certificate(["walk", "reference"], reference.drafts, reference.outputs, reference.divergences, _OFFLINE_TIE)
     report["proof"], _ = strongest(report)
-    report["gate"] = gate(report, options.min_accepted_length, options.max_disagreement)
-    folder = cfg.export_dir / export_stage.folder_name(report)
-    report["serve"] = export_stage.serve_command(context.folder, folder, options.k)
+    judge(cfg, report)
     return report
 
 

@@ -71,6 +71,24 @@ def test_a_finished_run_is_reused_and_a_changed_one_is_refused_by_key(finished: 
     assert "Traceback" not in changed.stderr
 
 
+def test_a_threshold_judges_what_was_measured_again_and_a_damaged_export_is_written_again(finished: Path) -> None:
+    export = finished / "tiny" / HEAD / "export"
+    report = finished / "tiny" / HEAD / "report/report.json"
+    weights = (export / "vllm.unproven/model.safetensors").read_bytes()
+    measured = json.loads(report.read_text())["walk"]
+    done = run("export", finished, "validate.min_accepted_length=9")
+    assert done.returncode == 2
+    assert [p.name for p in export.iterdir() if p.is_dir()] == ["vllm.rejected"]
+    assert run("validate", finished).returncode == 0
+    assert json.loads(report.read_text())["walk"] == measured
+    assert run("export", finished).returncode == 0
+    (export / "vllm.unproven/model.safetensors").write_bytes(b"")
+    done = run("export", finished)
+    assert done.returncode == 0
+    assert "damaged or missing" in done.stdout
+    assert (export / "vllm.unproven/model.safetensors").read_bytes() == weights
+
+
 @pytest.mark.parametrize(
     ("job", "missing"),
     [("precompute", "mtptrain.prepare"), ("validate", "mtptrain.train"), ("export", "mtptrain.validate")],

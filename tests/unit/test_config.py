@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from mtptrain import config as schema
 from mtptrain.cli import compose
-from mtptrain.config import Config
+from mtptrain.config import Config, EngineConfig
 from mtptrain.config_io import config_yaml, load_config
 from mtptrain.errors import UserError
 from mtptrain.near import is_option, near_names, option_keys, unknown_keys
@@ -87,3 +87,9 @@ def test_near_names_are_few_and_nearest_first() -> None:
     assert near_names("step", ["steps", "step_decay", "stop", "setup", "other"])[0] == "steps"
     assert near_names("zzz", ["tiny", "smollm2"]) == []
     assert len(near_names("aaaa", [f"aaa{i}" for i in range(9)])) == 3
+
+
+def test_engine_options_may_not_hold_what_mtptrain_sets() -> None:
+    EngineConfig(options={"gpu_memory_utilization": 0.5})
+    with pytest.raises(UserError, match=r"engine\.options\.dtype=bfloat16: mtptrain sets it itself; use target\.dtype"):
+        EngineConfig(options={"dtype": "bfloat16"})

@@ -14,7 +14,7 @@ def report(length: float | None, found: dict[str, Any] | None, engine: float | N
         "walk": {"overall": {"mean_accepted_length": length}},
         "reference": None,
         "engine": engine and {"overall": {"mean_accepted_length": engine}},
-        "certificate": found and {"between": ["walk", "reference"], **found},
+        "certificate": found and {"between": ["walk", "reference"], "drafted_tokens_compared": 100, **found},
     }
 
 
@@ -57,3 +57,10 @@ def test_the_walks_agreement_counts_beside_the_engines() -> None:
     bad = {"between": ["walk", "reference"], "drafted_token_agreement": 0.5, "output_agreement": 1.0}
     (reason,) = gate(report(1.4, {**good, "walk_and_reference": bad}), 1.3, 0.02)["reasons"]
     assert "walk and reference" in reason
+
+
+def test_a_certificate_over_nothing_is_none() -> None:
+    """An engine that never drafts agrees with everything."""
+    nothing = {"drafted_token_agreement": 1.0, "output_agreement": 1.0, "drafted_tokens_compared": 0}
+    (reason,) = gate(report(1.4, nothing), 1.3, 0.02)["reasons"]
+    assert "nothing was drafted" in reason
