@@ -26,9 +26,7 @@ class Batch:
 def load_batch(store: Store, documents: Sequence[int], steps: int, dtype: torch.dtype, device: torch.device) -> Batch:
     """Read documents from the store and align them for `steps` draft steps."""
     entries = [store.entries[i] for i in documents]
-    rows = pack_alignments([align(e.length, e.spans, steps) for e in entries], [e.length for e in entries])
-    for name in Alignment.__slots__:
-        setattr(rows, name, getattr(rows, name).to(device))
+    rows = pack_alignments([align(e.length, e.spans, steps) for e in entries], [e.length for e in entries]).to(device)
     return Batch(
         documents=list(documents),
         token_T=torch.cat([store.tokens(i) for i in documents]).to(device),

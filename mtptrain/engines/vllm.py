@@ -162,7 +162,7 @@ class VllmGenerator:
     """Answers requests in one engine process that lives from the first of them to `close`; as data/responses.py's generator does."""
 
     def __init__(self, cfg: Config, engine: Engine, folder: Path, arguments: dict[str, Any], stop_ids: Sequence[int]) -> None:
-        self._cfg, self._stop_ids, self._folder, self._batches = cfg, frozenset(stop_ids), folder, 0
+        self._cfg, self._folder, self._batches = cfg, folder, 0
         job = {"kind": "answer", "llm": arguments, "stop_ids": sorted(stop_ids)}
         self._process = EngineProcess(cfg, engine, folder, {"answer": job}, [])
         self._process.__enter__()

@@ -30,6 +30,9 @@ class Alignment:
     valid_RK: Tensor
     """Whether step k of the row is trained and counted."""
 
+    def to(self, device: torch.device) -> "Alignment":
+        return Alignment(**{name: getattr(self, name).to(device) for name in self.__slots__})
+
 
 def align(length: int, spans: Sequence[tuple[int, int]], steps: int) -> Alignment:
     """Rows of a document of `length` tokens whose target-generated ranges are `spans` (half-open).

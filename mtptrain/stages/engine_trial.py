@@ -28,7 +28,7 @@ from mtptrain.engines.process import Engine
 from mtptrain.engines.vllm import Answer, EngineRun, Prompt, answer, answer_job, engine_dtype, llm_arguments, run_to_end
 from mtptrain.errors import UserError
 from mtptrain.exporters.vllm import METHOD
-from mtptrain.heads.alignment import align, pack_alignments
+from mtptrain.heads.alignment import align
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.losses import LmHead, lm_head_of
 from mtptrain.stages.context import Context
@@ -200,10 +200,7 @@ def _walk(
 ) -> None:
     """The reference's own walk over the answer: it hops by its own drafts, not by the engine's."""
     spans = [(start, len(token_T))]
-    rows = pack_alignments([align(len(token_T), spans, k)], [len(token_T)])
-    for name in ("row_R", "position_R", "document_R", "input_RK", "label_RK", "teacher_RK", "valid_RK"):
-        setattr(rows, name, getattr(rows, name).to(token_T.device))
-    batch = Batch([0], token_T, final_TH, rows)
+    batch = Batch([0], token_T, final_TH, align(len(token_T), spans, k).to(token_T.device))
     drafted = draft_all_rows(head, batch, embed_VH, embed_scale, lm_head, k, _CHUNK_ROWS)
     (one,) = hop(drafted, batch, [spans], [(walk.id, walk.source)], k)
     walk.spans += one.spans
