@@ -34,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mtptrain.config import Config
 from mtptrain.errors import UserError
 from mtptrain.files import hash_bytes
-from mtptrain.near import is_option, unknown_keys, unknown_name, unknown_option
+from mtptrain.near import is_free, is_option, unknown_keys, unknown_name, unknown_option
 
 Main = Callable[[Config], None]
 
@@ -168,7 +168,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     key = getattr(cause, "full_key", None)
     if not key:
         return _explain_composition(str(error).splitlines()[0], overrides)
-    if not is_option(key) and not key.startswith("hydra"):
+    if is_free(key) or (not is_option(key) and not key.startswith("hydra")):
         return unknown_option(_as_typed(key, overrides))
     return _explain_value(key, str(cause).splitlines()[0], overrides)
 

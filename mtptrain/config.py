@@ -406,8 +406,8 @@ class ValidateConfig:
     """Requests at once at which the engine is timed, with and without speculation."""
     draft_model: str | None = None
     """Folder of a stand-alone draft model to measure beside the head."""
-    min_accepted_length: float = 1.0
-    """Gate: mean accepted length at `k` below which nothing is exported."""
+    min_accepted_length: float = 1.05
+    """Gate: mean accepted length at `k` below which nothing is exported; 1.0 is a head none of whose drafts was accepted."""
     max_disagreement: float = 0.02
     """Gate: largest share of drafted tokens that differ between walk and reference without being a tie."""
 
@@ -419,6 +419,7 @@ class ValidateConfig:
         _require(self.min_accepted_length >= 0, "validate.min_accepted_length", self.min_accepted_length, "must be >= 0")
         _require(0 <= self.max_disagreement <= 1, "validate.max_disagreement", self.max_disagreement, "must be in [0, 1]")
         _require(all(b >= 1 for b in self.batch_sizes), "validate.batch_sizes", self.batch_sizes, "holds numbers of at least 1")
+        _require(len(set(self.batch_sizes)) == len(self.batch_sizes), "validate.batch_sizes", self.batch_sizes, "names a size twice")
         _require(bool(self.measure), "validate.measure", "[]", "name at least one measurement")
 
 

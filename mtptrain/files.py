@@ -30,9 +30,13 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write(temporary)` and rename the result to `path`; a reader sees the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.tmp")
-    write(tmp)
-    with open(tmp, "rb") as f:
-        os.fsync(f.fileno())
+    try:
+        write(tmp)
+        with open(tmp, "rb") as f:
+            os.fsync(f.fileno())
+    except BaseException:
+        tmp.unlink(missing_ok=True)  # on a full disk its space is wanted
+        raise
     os.replace(tmp, path)
     fsync_dir(path.parent)
 

@@ -51,7 +51,12 @@ def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool
     found = manifest if manifest.exists() else started
     if not found.exists():
         return False
-    differences = changed_inputs(read_json(found)["inputs"], inputs)
+    try:
+        differences = changed_inputs(_inputs_of(found), inputs)
+    except UserError:
+        if on_stale is not OnStale.redo:
+            raise
+        differences = ["a damaged manifest"]
     if not differences:
         return found == manifest
     if on_stale is OnStale.redo:
@@ -61,6 +66,14 @@ def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool
         return False
     shown = "; ".join(differences[:4]) + (f"; and {len(differences) - 4} more" if len(differences) > 4 else "")
     raise StaleError(f"{folder} was made from other inputs ({shown}); use on_stale=redo to redo it, or another name=")
+
+
+def _inputs_of(found: Path) -> dict[str, Any]:
+    """What a manifest says its stage was made from. UserError where it cannot be read."""
+    read = read_json(found)
+    if not isinstance(read, dict) or not isinstance(read.get("inputs"), dict):
+        raise UserError(f"{found} is damaged (no `inputs` in it); use on_stale=redo to redo {found.parent}")
+    return read["inputs"]
 
 
 def begin(folder: Path, inputs: dict[str, Any]) -> None:

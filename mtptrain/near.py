@@ -21,9 +21,18 @@ def option_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
             yield from option_keys(hints[field.name], f"{key}.")
 
 
+_OPEN = ("target.shape", "engine.options")
+"""Options that hold free keys of somebody else's: of config.json, of vLLM."""
+
+
 def is_option(key: str) -> bool:
-    """Whether the schema has `key`; anything under `target.shape` counts, because it holds free config.json keys."""
-    return key in set(option_keys()) or key.startswith("target.shape.")
+    """Whether the schema has `key`; anything under an open option counts."""
+    return key in set(option_keys()) or is_free(key)
+
+
+def is_free(key: str) -> bool:
+    """Whether `key` lies under an open option."""
+    return key.startswith(tuple(f"{name}." for name in _OPEN))
 
 
 def near_names(name: str, known: list[str]) -> list[str]:
@@ -50,6 +59,8 @@ def unknown_option(key: str) -> str:
     """One line for a key the schema does not have."""
     if key == "recipe" or key.startswith("recipe."):
         return f"{key}: a recipe file must begin with the line `# @package _global_`, or its keys land under `recipe`"
+    if is_free(key):
+        return f"{key}: a key that is not there yet is added with a plus: +{key}=VALUE, or +{key.rpartition('.')[0]}={{KEY:VALUE}}"
     return unknown_name(f"{key}: no such option", key, [*option_keys(), "+recipe"])
 
 

@@ -103,7 +103,7 @@ def depth_bars(unconditional: Sequence[float | None], conditional: Sequence[floa
         barmode="group",
         bargap=0.3,
         xaxis=_axis("depth of the drafted token", type="category"),
-        yaxis=_axis("accepted", tickformat=".0%", rangemode="tozero"),
+        yaxis=_axis("accepted", tickformat=".1~%", rangemode="tozero"),
     )
 
 
@@ -135,7 +135,7 @@ def match_curves(rows: Sequence[dict[str, Any]]) -> Figure:
         )
         for k in range(steps)
     ]
-    return _figure(traces, xaxis=_axis("update"), yaxis=_axis(None, tickformat=".0%", rangemode="tozero"))
+    return _figure(traces, xaxis=_axis("update"), yaxis=_axis(None, tickformat=".1~%", rangemode="tozero"))
 
 
 def held_out_curve(rows: Sequence[dict[str, Any]], best_update: int | None) -> Figure:

@@ -64,6 +64,7 @@ def speed(report: dict[str, Any]) -> Section | None:
         [
             _run_name(r),
             count(r["batch_size"]),
+            count(r.get("requests")),
             number(r["tokens_per_second"], 1),
             f"{number(r['tokens_per_second'] / plain[r['batch_size']], 2)}{SPACE}×" if r["batch_size"] in plain else "",
             count(r.get("tokens")),
@@ -74,7 +75,7 @@ def speed(report: dict[str, Any]) -> Section | None:
     lede = "Generated tokens a second in the serving engine, over all requests of a batch"
     if found.get("tokens"):
         lede += f", {count(found['tokens'])} tokens each"
-    table = Table(["", "batch", "tokens/s", "against none", "tokens", "seconds"], cells)
+    table = Table(["", "batch", "requests", "tokens/s", "against none", "tokens", "seconds"], cells)
     panel = Panel(title="Tokens a second", figure=figures.speed_bars(series), table=table, wide=True)
     return Section("speed", "Speed", f"{lede}.", [panel])
 
@@ -115,7 +116,11 @@ def _agreement(found: dict[str, Any]) -> Table:
         count(found.get("output_tokens_compared")),
         "",
     ]
-    return Table(["", "agree", "not counting ties", "compared", "ties"], [drafted, outputs])
+    rows = [drafted, outputs]
+    if found.get("target_agreement") is not None:
+        served = [percent(found["target_agreement"], 2), percent(found.get("raw_target_agreement"), 2)]
+        rows.append(["the engine's target, with transformers'", *served, count(found.get("target_tokens_compared")), ""])
+    return Table(["", "agree", "not counting ties", "compared", "ties"], rows)
 
 
 def _divergences(divergences: list[dict[str, Any]]) -> Table:

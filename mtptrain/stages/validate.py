@@ -168,6 +168,7 @@ def _engine_parts(
     made = certificate(["reference", "engine"], findings.drafts, findings.outputs, findings.divergences, _ENGINE_TIE)
     made["target_agreement"] = findings.target.agreement
     made["raw_target_agreement"] = findings.target.raw
+    made["target_tokens_compared"] = findings.target.compared
     made["differing_drafts"] = findings.differing[:50]
     made["drafts_altered_by_the_scheduler"] = runs[HEAD].altered
     return {

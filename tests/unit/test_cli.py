@@ -56,6 +56,11 @@ MISTAKES = [
     ("train.steps", "error: train.steps: an override is key=value; it needs a value"),
     ("data.limit=1.5", "error: data.limit=1.5: Value '1.5' of type 'float' could not be converted to Integer"),
     ("train.steps=99", "error: train.steps=99: must be at most 16"),
+    (
+        "engine.options={quantization:fp8}",
+        "error: engine.options.quantization: a key that is not there yet is added with a plus: +engine.options.quantization=VALUE",
+    ),
+    ("validate.batch_sizes=[1,16,1]", "error: validate.batch_sizes=[1, 16, 1]: names a size twice"),
     ("data.train=[a", "error: data.train=[a: not a valid override"),
     ("--recipe", "error: --recipe: no such flag (see --help); a recipe is given as +recipe=NAME"),
     ("--config-dir=nowhere", "error: --config-dir nowhere: no such folder; it should hold recipe/NAME.yaml"),

@@ -1,5 +1,6 @@
 """What a changed input is called, and when a stage is reused, refused or redone."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from mtptrain import manifest
 from mtptrain.config import OnStale
 from mtptrain.errors import StaleError, UserError
-from mtptrain.files import read_json
+from mtptrain.files import read_json, write_atomic, write_text
 
 
 def test_differences_are_named_by_dotted_key() -> None:
@@ -45,6 +46,31 @@ def test_fault_16_a_damaged_manifest_is_named(tmp_path: Path) -> None:
     (tmp_path / manifest.MANIFEST).write_text('{"inputs": {')
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
         manifest.is_complete(tmp_path, {}, OnStale.error)
+
+
+@pytest.mark.parametrize("damage", ['{"inputs": {', "[]", "{}", '{"inputs": 3}'])
+def test_fault_16_redo_gets_past_a_damaged_manifest(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "stage"
+    folder.mkdir()
+    (folder / manifest.MANIFEST).write_text(damage)
+    with pytest.raises(UserError, match="damaged"):
+        manifest.is_complete(folder, {}, OnStale.error)
+    assert not manifest.is_complete(folder, {}, OnStale.redo)
+    assert not folder.exists()
+
+
+def test_fault_16_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_text(path, "old")
+
+    def fills_the_disk(tmp: Path) -> None:
+        tmp.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, fills_the_disk)
+    assert [f.name for f in tmp_path.iterdir()] == ["report.html"]
+    assert path.read_text() == "old"
 
 
 def test_a_missing_file_of_ours_is_named(tmp_path: Path) -> None:

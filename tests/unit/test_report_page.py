@@ -271,13 +271,14 @@ def test_yields_of_a_draft_add_up(full: Page, report: dict[str, Any]) -> None:
 
 
 def test_speed_and_its_ratio_to_no_speculation(full: Page) -> None:
-    assert full.row("speed", "this head, K = 3") == ["1", "612.4", "1.86 ×", "1,024", "1.67"]
+    assert full.row("speed", "this head, K = 3") == ["1", "2", "612.4", "1.86 ×", "1,024", "1.67"]
     assert full.figures[-1]["data"][0]["y"] == [330.0, 1240.5, 4010.2]
 
 
 def test_certificate_never_rounds_to_all(full: Page) -> None:
     name = "drafted tokens, reference decoder and serving engine"
     assert full.row("certificate", name) == ["> 99.99 %", "97.31 %", "93,127", "2,501"]
+    assert full.row("certificate", "the engine's target, with transformers'") == ["99.83 %", "99.71 %", "952", ""]
     assert full.row("certificate", "doc-0003") == ["71", "a tie", "0.0078"]
     assert full.row("certificate", "sampled draft") == ["2.254", "64.1 %", "60.7 %", "57.7 %"]
 
