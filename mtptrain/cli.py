@@ -53,8 +53,13 @@ JOBS = {
     "precompute": "the target's hidden states -> a store on disk",
     "validate": "acceptance of the trained head, by walk, reference decoder and a real vLLM, and whether they agree",
     "export": "one folder per engine, once validation passed",
+    "compare": "the heads of a run side by side; a sweep of train, validate or export ends with it",
     "plan": "tokens, disk, memory and time of it all, before anything is spent",
 }
+
+
+_COMPARED = {"train", "validate", "export"}
+"""Jobs whose sweeps end with a comparison of the heads there are."""
 
 
 def config_dir(name: str) -> Path:
@@ -100,14 +105,14 @@ def distinct_run(config: Config, swept: Sequence[str]) -> Config:
     `swept` holds this run's `key=value` of every swept key. Keys of the head alone extend `head.label`, so that runs share data
     and store; any other key extends `name`.
     """
-    named = [(text.partition("=")[0].lstrip("+~").partition("@")[0], text.lstrip("+")) for text in swept]
+    folder = config.head_dir.name
+    named = [(text.partition("=")[0].lstrip("+~").partition("@")[0], text.lstrip("+")) for text in swept if text != f"head={folder}"]
     of_head = [text for key, text in named if key.partition(".")[0] in _HEAD_SECTIONS and key not in _OWN_FOLDER]
     of_run = [text for key, text in named if key.partition(".")[0] not in _HEAD_SECTIONS and key not in _OWN_FOLDER]
-    label = config.head.label or config.head.kind.name
     return dataclasses.replace(
         config,
         name=f"{config.name}-{_suffix(of_run)}" if of_run else config.name,
-        head=dataclasses.replace(config.head, label=f"{label}-{_suffix(of_head)}") if of_head else config.head,
+        head=dataclasses.replace(config.head, label=f"{folder}-{_suffix(of_head)}") if of_head else config.head,
     )
 
 
@@ -131,12 +136,21 @@ def _jobs_of_sweep(overrides: Sequence[str]) -> list[list[str]]:
     return [list(run) for run in itertools.product(*choices)]
 
 
+def _plain_recipe(words: Sequence[str]) -> list[str]:
+    """`+recipe=NAME` as `recipe=NAME`: the defaults list has the group, so that a recipe comes before what the head's file says."""
+    plain = [word.removeprefix("+") if word.startswith("+recipe=") else word for word in words]
+    if sum(word.startswith("recipe=") for word in plain) > 1:
+        raise UserError("+recipe is given twice: choose one recipe, and change it with key=value")
+    return plain
+
+
 def compose(overrides: Sequence[str] = (), *, multirun: bool = False, user_dir: str | None = None) -> list[Config]:
     """The configs that a command line with these overrides would run: one, or one a run of a sweep.
 
     `user_dir` is what `--config-dir` names. Raises UserError.
     """
     _register()
+    overrides = _plain_recipe(overrides)
     try:
         with initialize_config_dir(str(config_dir("conf")), version_base=_VERSION_BASE):
             runs = _jobs_of_sweep(overrides) if multirun else [list(overrides)]
@@ -185,15 +199,10 @@ def _explain_syntax(text: str) -> str:
 
 
 def _explain_composition(first_line: str, overrides: Sequence[str]) -> str:
-    if first_line.startswith("Multiple values for recipe"):
-        return "+recipe is given twice: choose one recipe, and change it with key=value"
     if first_line.startswith("Ambiguous value"):
         return f"{first_line.split(chr(39))[1]}: several values are a sweep and need -m; a list is written 'key=[a,b]'"
     for text in overrides:
-        key, _, value = text.partition("=")
-        if key == "recipe":
-            return f"{text}: a recipe is added with a plus: +recipe={value}"
-        plain = key.lstrip("+~").partition("@")[0]
+        plain = text.partition("=")[0].lstrip("+~").partition("@")[0]
         if not is_option(plain) and plain != "recipe" and not plain.startswith("hydra"):
             return unknown_option(plain)
     return first_line
@@ -275,20 +284,26 @@ def _call(main: Main, cfg: Config) -> None:
         raise UserError(f"{where}{error.strerror}; what is finished is safe, the same command continues once that is mended") from error
 
 
-def _run_hydra(main: Main, args: argparse.Namespace, argv: list[str], shown: list[str]) -> None:
-    """Hand over to Hydra, which calls `main` once or once a run of a sweep; what was told to the user is noted in `shown`."""
+def _run_hydra(main: Main, args: argparse.Namespace, argv: list[str], shown: list[str], swept_well: list[Config]) -> None:
+    """Hand over to Hydra, which calls `main` once or once a run of a sweep.
+
+    What was told to the user is noted in `shown`, the runs of a sweep that succeeded in `swept_well`.
+    """
 
     def task(composed: DictConfig) -> None:
         context = HydraConfig.get()
         swept = _swept(context.overrides.task, _constant_keys(args.overrides)) if context.mode is RunMode.MULTIRUN else []
         try:
-            _call(main, distinct_run(to_config(composed), swept))
+            config = distinct_run(to_config(composed), swept)
+            _call(main, config)
         except UserError as error:
             if context.mode is not RunMode.MULTIRUN:
                 shown.append(_tell(error))
                 return
             shown.append(_tell(error, f"[{' '.join(swept)}] "))
             raise
+        if context.mode is RunMode.MULTIRUN:
+            swept_well.append(config)
 
     _register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of Hydra's own report
@@ -297,6 +312,19 @@ def _run_hydra(main: Main, args: argparse.Namespace, argv: list[str], shown: lis
         hydra.main(config_path=str(config_dir("conf")), config_name="config", version_base=_VERSION_BASE)(task)()
     finally:
         sys.argv = before
+
+
+def _compare(name: str, swept_well: list[Config], shown: list[str]) -> None:
+    """A comparison of the heads in every run folder of a sweep."""
+    if name not in _COMPARED or not swept_well:
+        return
+    from mtptrain.stages import compare
+
+    for config in {config.run_dir: config for config in swept_well}.values():
+        try:
+            _call(compare.after_sweep, config)
+        except UserError as error:
+            shown.append(_tell(error))
 
 
 def _tell(error: UserError, where: str = "") -> str:
@@ -312,10 +340,16 @@ def run(main: Main, name: str, argv: Sequence[str]) -> int:
         print(help_text(name))
         return 0
     shown: list[str] = []
+    swept_well: list[Config] = []
     try:
-        args, ordered = _parse(argv)
+        args, ordered = _parse(_plain_recipe(argv))
         _check(args)
-        _run_hydra(main, args, ordered, shown)
+        try:
+            _run_hydra(main, args, ordered, shown, swept_well)
+        except Exception:
+            _compare(name, swept_well, shown)  # a run that failed hides nothing of the others
+            raise
+        _compare(name, swept_well, shown)
     except UserError as error:
         if str(error) not in shown:
             shown.append(_tell(error))

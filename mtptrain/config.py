@@ -66,6 +66,17 @@ class Codec(Enum):
 
 class HeadKind(Enum):
     mtp = "mtp"
+    eagle = "eagle"
+    """EAGLE-1."""
+    eagle3 = "eagle3"
+    """EAGLE-3, with fc_norm and norm_output EAGLE-3.1."""
+
+
+class OutputProjection(Enum):
+    own = "own"
+    """Trainable, from the target's rows on."""
+    target = "target"
+    """The target's rows, frozen."""
 
 
 class HeadInit(Enum):
@@ -89,13 +100,21 @@ class Measurement(Enum):
 
 class Engine(Enum):
     vllm = "vllm"
+    sglang = "sglang"
+    trtllm = "trtllm"
+    gguf = "gguf"
+    """llama.cpp."""
+    hf = "hf"
+    """Our own format: config.json and safetensors that `head.checkpoint` reads again."""
 
 
 class VllmLayout(Enum):
     stock = "stock"
-    """Names and config of a class that vLLM ships: nothing to install where it serves, Llama-like targets only."""
+    """Names and config of a class that vLLM ships: nothing to install where it serves. Of mtp heads for Llama-like targets only."""
     plugin = "plugin"
-    """mtptrain's own class: any target; `pip install --no-deps mtptrain` where it serves."""
+    """mtp: mtptrain's own class, for any target; `pip install --no-deps mtptrain` where it serves."""
+    speculators = "speculators"
+    """eagle3: vLLM's own class, its config in the format of the speculators library."""
     auto = "auto"
     """stock where it fits the head, else plugin."""
 
@@ -258,6 +277,18 @@ class NormsConfig:
     output: bool = True
 
 
+_OF_KIND: list[tuple[str, set[HeadKind], Any]] = [
+    ("norms", {HeadKind.mtp}, NormsConfig()),
+    *((key, {HeadKind.mtp}, None) for key in ("attention_bias", "qk_norm")),
+    ("fc_bias", {HeadKind.eagle}, False),
+    ("aux_captures", {HeadKind.eagle3}, []),
+    ("draft_vocabulary", {HeadKind.eagle3}, None),
+    ("lm_head", {HeadKind.eagle3}, OutputProjection.own),
+    *((key, {HeadKind.eagle3}, False) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")),
+]
+"""Options that only some kinds of head have, and the value that means nothing was asked for."""
+
+
 @dataclass(slots=True, kw_only=True)
 class HeadConfig:
     """The draft head."""
@@ -269,12 +300,38 @@ class HeadConfig:
     init: HeadInit = HeadInit.random
     init_std: float = 0.02
     attention_bias: bool | None = None
-    """None: as the target has it. So too below."""
     qk_norm: bool | None = None
+    """mtp: None is as the target has it; EAGLE heads are Llama layers."""
     sliding_window: int | None = None
     """None: the target's own; 0: full attention."""
+    fc_bias: bool = False
+    """eagle: a bias on the fusing projection."""
+    aux_captures: list[str] = field(default_factory=list)
+    """eagle3: the streams it reads, `after_<i>` ascending; empty: those entering layers 2, N//2 and N-3."""
+    draft_vocabulary: int | None = None
+    """eagle3: most ids it may draft, the most frequent supervised ones of the training split and the special ones; None: all."""
+    lm_head: OutputProjection = OutputProjection.own
+    """eagle3: whose output projection drafts."""
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    """eagle3: see heads/eagle3.py."""
+    checkpoint: str | None = None
+    """Folder of an EAGLE-1 or EAGLE-3 checkpoint in a public layout, or of an `hf` export: training starts from it, and `validate`
+    without a trained head measures it as it is. The head's shape is the checkpoint's."""
 
     def __post_init__(self) -> None:
+        aux = self.aux_captures
+        for name in aux:
+            _require(name.startswith("after_") and name[6:].isdigit(), "head.aux_captures", name, "is not `after_<layer>`")
+        layers = [int(name[6:]) for name in aux]
+        _require(layers == sorted(set(layers)), "head.aux_captures", aux, "must ascend: engines sort them")
+        size = self.draft_vocabulary
+        _require(size is None or size >= 2, "head.draft_vocabulary", size, "must be at least 2")
+        for key, kinds, usual in _OF_KIND:
+            value = getattr(self, key)
+            _require(self.kind in kinds or value == usual, f"head.{key}", value, f"head.kind={self.kind.name} has none")
         _require(0 < self.init_std <= 10, "head.init_std", self.init_std, "must be in (0, 10]")
         window = self.sliding_window
         _require(window is None or window >= 0, "head.sliding_window", window, "must be >= 0 (0: full attention)")
@@ -282,12 +339,13 @@ class HeadConfig:
 
 @dataclass(slots=True, kw_only=True)
 class LossConfig:
-    """sum_k w_k (KL(teacher||draft) + hidden_weight * smooth-L1(state, teacher state)) / supervised rows."""
+    """sum_k w_k (kl_weight * KL(teacher||draft) + hidden_weight * smooth-L1(state, teacher state)) / supervised rows."""
 
     step_decay: float = 0.8
     """w_k = step_decay ** k, unless `step_weights` is given."""
     step_weights: list[float] = field(default_factory=list)
     """One weight an unrolled step; they are used as they are."""
+    kl_weight: float = 1.0
     hidden_weight: float = 0.0
     """lambda of the hidden-state matching term."""
     vocabulary: int | None = None
@@ -299,7 +357,8 @@ class LossConfig:
     def __post_init__(self) -> None:
         _require(0 < self.step_decay <= 1, "train.loss.step_decay", self.step_decay, "must be in (0, 1]")
         _require(all(w >= 0 for w in self.step_weights), "train.loss.step_weights", self.step_weights, "must be >= 0")
-        _require(self.hidden_weight >= 0, "train.loss.hidden_weight", self.hidden_weight, "must be >= 0")
+        for key in ("kl_weight", "hidden_weight"):
+            _require(getattr(self, key) >= 0, f"train.loss.{key}", getattr(self, key), "must be >= 0")
         _require(self.vocabulary is None or self.vocabulary >= 2, "train.loss.vocabulary", self.vocabulary, "must be at least 2")
         _require(self.chunk_rows >= 1, "train.loss.chunk_rows", self.chunk_rows, "must be at least 1")
 
@@ -353,6 +412,8 @@ class TrainConfig:
     """Compute dtype; weights keep float32 masters."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    feature_noise: float = 0.0
+    """Uniform noise on the states the head reads, U(-a, a) * 512 / tokens of the document (EAGLE-1 has a = 0.1)."""
     ema: float = 0.0
     """Decay of an exponential moving average of the weights, used for evaluation and export; 0 is off."""
     log_every: int = 10
@@ -379,6 +440,7 @@ class TrainConfig:
         _require(self.steps <= 16, "train.steps", self.steps, "must be at most 16")
         _require(self.max_updates is None or self.max_updates >= 1, "train.max_updates", self.max_updates, "must be at least 1")
         _require(0 <= self.ema < 1, "train.ema", self.ema, "must be in [0, 1)")
+        _require(self.feature_noise >= 0, "train.feature_noise", self.feature_noise, "must be >= 0")
         weights = self.loss.step_weights
         _require(
             not weights or len(weights) == self.steps,
@@ -530,6 +592,13 @@ class Config:
         )
         label = self.head.label
         _require("/" not in label and not label.startswith("."), "head.label", label, "must be a plain folder name")
+        if self.head.kind is HeadKind.eagle3:
+            loss = self.train.loss
+            _require(
+                loss.hidden_weight == 0, "train.loss.hidden_weight", loss.hidden_weight, "an eagle3 head's states are no target's states"
+            )
+            both = loss.vocabulary is not None and self.head.draft_vocabulary is not None
+            _require(not both, "train.loss.vocabulary", loss.vocabulary, "head.draft_vocabulary says already what is compared")
         _require(self.threads >= 0, "threads", self.threads, "must be >= 0 (0: all cores)")
         _require(
             self.data.max_length > self.data.responses.max_new_tokens,

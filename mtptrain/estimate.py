@@ -12,6 +12,7 @@ from mtptrain import sizes
 from mtptrain.config import Config, DataSource, Dtype, Measurement, ResponseMode, TargetConfig
 from mtptrain.data.documents import FILE
 from mtptrain.errors import UserError
+from mtptrain.heads.captures import captures_of
 from mtptrain.manifest import MANIFEST
 from mtptrain.target.cache import cache_dir
 from mtptrain.target.spec import TargetSpec, read_spec, spec_from_config
@@ -169,7 +170,8 @@ def estimate(cfg: Config, auto_bytes: int = 4, spec: TargetSpec | None = None) -
     """
     spec, amount = spec or known_spec(cfg), volume(cfg)
     head = sizes.head_parameters(cfg.head, spec)
-    per_token = sizes.stored_bytes_per_token(cfg.store, len(cfg.precompute.captures), spec)
+    captures = {*cfg.precompute.captures, *captures_of(cfg.head, spec)}
+    per_token = sizes.stored_bytes_per_token(cfg.store, len(captures), spec)
     trained = amount.tokens * cfg.train.epochs
     if cfg.train.max_updates is not None:
         trained = min(trained, cfg.train.max_updates * cfg.train.batch_tokens * cfg.train.accumulate)
@@ -230,12 +232,14 @@ def _precompute(cfg: Config, plan: Plan, width: int) -> Stage:
 def _train(cfg: Config, plan: Plan, width: int) -> Stage:
     """Work of a token and step: layer forward and backward (6 a weight), and three products with lm_head (draft, its gradient, teacher)."""
     spec, steps = plan.spec, cfg.train.steps
-    vocabulary = cfg.train.loss.vocabulary or spec.vocab_size
+    vocabulary = cfg.train.loss.vocabulary or sizes.draft_vocabulary(cfg.head, spec)
+    projection = sizes.own_projection_parameters(cfg.head, spec)
     per_parameter = 16 + (4 if cfg.train.ema else 0) + (2 if width == 2 else 0)  # weight, gradient, two moments; average; bf16 copy
     per_row = 14 * spec.hidden_size + 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + 4 * spec.intermediate_size
     logits = cfg.train.loss.chunk_rows * vocabulary * 4 * _LOGIT_COPIES
     supervised = min(1.0, plan.volume.generated / max(1, plan.volume.tokens)) or 1.0
-    products = 6.0 * plan.head_parameters + 6.0 * vocabulary * spec.hidden_size * supervised
+    trained_rows = 2.0 * projection * supervised  # the gradient of an output projection of its own
+    products = 6.0 * (plan.head_parameters - projection) + 6.0 * vocabulary * spec.hidden_size * supervised + trained_rows
     return Stage(
         memory=_PROCESS_BYTES
         + sizes.ends_parameters(spec) * width
@@ -257,7 +261,13 @@ def _validate(cfg: Config, plan: Plan, width: int) -> Stage:
     weights = (plan.target_parameters + plan.head_parameters) * width
     return Stage(
         memory=_PROCESS_BYTES + weights + cfg.data.max_length * sizes.kv_bytes_per_token(spec, width),
-        flops=tokens * (_forward_flops(plan) + 2.0 * k * (plan.head_parameters + spec.vocab_size * spec.hidden_size)),
+        flops=tokens * (_forward_flops(plan) + 2.0 * k * _drafted_parameters(cfg, plan)),
         rows=k + 1,
         tokens=tokens,
     )
+
+
+def _drafted_parameters(cfg: Config, plan: Plan) -> int:
+    """Weights that one drafted token is multiplied with."""
+    projection = sizes.own_projection_parameters(cfg.head, plan.spec)
+    return plan.head_parameters - projection + sizes.draft_vocabulary(cfg.head, plan.spec) * plan.spec.hidden_size

@@ -108,5 +108,8 @@ def require(folder: Path, what: str, command: str) -> dict[str, Any]:
     """The manifest of a finished stage, or one line that says which command makes it."""
     if not (folder / MANIFEST).exists():
         raise UserError(f"{what} is missing or unfinished in {folder}; make it with: {command}")
+    _inputs_of(folder / MANIFEST)
     manifest: dict[str, Any] = read_json(folder / MANIFEST)
+    if not isinstance(manifest.get("results"), dict):
+        raise UserError(f"{folder / MANIFEST} is damaged (no `results` in it); use on_stale=redo to redo {folder}")
     return manifest

@@ -1,6 +1,7 @@
 """Closed forms: parameters of targets and heads, bytes of a stored token, work of a forward. Nothing here reads a weight."""
 
-from mtptrain.config import HeadConfig, StoreConfig
+from mtptrain.config import HeadConfig, HeadKind, OutputProjection, StoreConfig
+from mtptrain.heads.captures import eagle3_captures
 from mtptrain.target.spec import TargetSpec
 
 TOKEN_BYTES = 5
@@ -38,12 +39,32 @@ def target_parameters(spec: TargetSpec) -> int:
 
 
 def head_parameters(head: HeadConfig, spec: TargetSpec) -> int:
-    """Trainable parameters of the mtp head: the projection, one layer, and the norms that are on."""
-    bias = spec.attention_bias if head.attention_bias is None else head.attention_bias
-    qk_norm = spec.qk_norm if head.qk_norm is None else head.qk_norm
-    n = head.norms
-    norms = sum((n.embed, n.hidden, n.input, n.post_attention, n.output)) * spec.hidden_size
-    return 2 * spec.hidden_size**2 + attention_parameters(spec, bias=bias, qk_norm=qk_norm) + mlp_parameters(spec) + norms
+    """Trainable parameters: the fusing projection, one layer, the norms that are on, and an output projection of its own."""
+    size = spec.hidden_size
+    if head.kind is HeadKind.mtp:
+        bias = spec.attention_bias if head.attention_bias is None else head.attention_bias
+        qk_norm = spec.qk_norm if head.qk_norm is None else head.qk_norm
+        n = head.norms
+        norms = sum((n.embed, n.hidden, n.input, n.post_attention, n.output)) * size
+        return 2 * size**2 + attention_parameters(spec, bias=bias, qk_norm=qk_norm) + mlp_parameters(spec) + norms
+    layer = attention_parameters(spec, bias=False, qk_norm=False) + mlp_parameters(spec)
+    if head.kind is HeadKind.eagle:
+        return 2 * size**2 + (size if head.fc_bias else 0) + layer + size
+    streams = len(eagle3_captures(head, spec))
+    wider = size * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    norms = (4 + streams * (head.norm_before_fc + head.fc_norm)) * size
+    return streams * size**2 + layer + wider + norms + own_projection_parameters(head, spec)
+
+
+def draft_vocabulary(head: HeadConfig, spec: TargetSpec) -> int:
+    """Most ids the head drafts."""
+    return min(head.draft_vocabulary or spec.vocab_size, spec.vocab_size)
+
+
+def own_projection_parameters(head: HeadConfig, spec: TargetSpec) -> int:
+    """Of the output projection that the head trains itself; 0 where it uses the target's."""
+    own = head.kind is HeadKind.eagle3 and head.lm_head is OutputProjection.own
+    return draft_vocabulary(head, spec) * spec.hidden_size if own else 0
 
 
 def stored_bytes_per_token(store: StoreConfig, captures: int, spec: TargetSpec) -> int:

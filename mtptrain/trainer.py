@@ -5,6 +5,7 @@ the same bits (one process, same threads and device).
 """
 
 import json
+import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,13 +23,18 @@ from mtptrain.data.order import epoch_batches
 from mtptrain.errors import UserError
 from mtptrain.files import append_jsonl, read_jsonl_durable, write_text
 from mtptrain.heads.alignment import supervised_rows
-from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.build import head_record
+from mtptrain.heads.drafter import Drafter
+from mtptrain.heads.head import DraftHead
+from mtptrain.heads.lm_head import LmHead
 from mtptrain.heads.unroll import Unroll, true_token_steps
-from mtptrain.losses import LmHead, RowStatistics, distillation_kl, hidden_match, step_weights
+from mtptrain.losses import RowStatistics, distillation_kl, hidden_match, step_weights
 from mtptrain.optim import build_adamw, load_moments, lr_factor, moments
 from mtptrain.store.reader import Store
 
 LOG = "log.jsonl"
+_NOISE_TOKENS = 512
+"""Length of a document at which `train.feature_noise` is the noise's bound (EAGLE's 512 / T)."""
 
 
 @dataclass(slots=True)
@@ -44,37 +50,29 @@ class Progress:
     best_update: int = -1
 
 
-@dataclass(slots=True)
-class FrozenEnds:
-    """The target's frozen ends as the loss uses them."""
-
-    embed_VH: Tensor
-    embed_scale: float
-    loss_head: LmHead
-    """lm_head over the vocabulary of the loss."""
-
-
 class Trainer:
     """Owns the head, its optimizer and the position in the data.
 
-    `evaluate(head)` returns a dict with at least `mean_accepted_length`; the best checkpoint is chosen by it.
+    `loss_head`: the target's output projection over the vocabulary of the loss. `evaluate(head)` returns a dict with at least
+    `mean_accepted_length`; the best checkpoint is chosen by it.
     """
 
     def __init__(
         self,
         config: TrainConfig,
         seed: int,
-        head: MtpHead,
-        ends: FrozenEnds,
+        drafter: Drafter,
+        loss_head: LmHead,
         store: Store,
         documents: list[int],
         folder: Path,
         dtype: torch.dtype,
         device: torch.device,
-        evaluate: Callable[[MtpHead], dict[str, Any]],
+        evaluate: Callable[[DraftHead], dict[str, Any]],
         on_log: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.config, self.head, self.ends, self.store, self.folder = config, head, ends, store, folder
+        self.config, self.head, self.store, self.folder = config, drafter.head, store, folder
+        self._seed, self._drafter, self._loss_head = seed, drafter, loss_head
         self._dtype, self._device, self._evaluate, self._on_log = dtype, device, evaluate, on_log
         lengths = [store.entries[i].length for i in documents]
         batches = [
@@ -83,28 +81,61 @@ class Trainer:
         groups = [batches[i : i + config.accumulate] for i in range(0, len(batches), config.accumulate)]
         self.updates = groups[: config.max_updates]
         self.weights = step_weights(config.steps, config.loss.step_decay, config.loss.step_weights)
-        self.optimizer = build_adamw(config.optim, head)
-        self.ema = {n: p.detach().clone() for n, p in head.named_parameters()} if config.ema else {}
+        self.optimizer = build_adamw(config.optim, self.head)
+        self.ema = {n: p.detach().clone() for n, p in self.head.named_parameters()} if config.ema else {}
         self.progress = Progress()
+        self._drafted_V: Tensor | None = None
+        """Whether each id of the target's vocabulary is in the draft's; None: all are."""
+        if self.head.draft_ids is not None:
+            self._drafted_V = torch.zeros(len(drafter.embed_VH), dtype=torch.bool, device=device)
+            self._drafted_V[self.head.draft_ids] = True
 
     # -- one update ---------------------------------------------------------------------------------------------------
 
-    def batch_loss(self, batch: Batch) -> tuple[Tensor, list[RowStatistics]]:
-        """Weighted loss summed over the batch's valid rows, and each step's statistics."""
-        rows, steps = batch.rows, self.config.steps
-        unroll = Unroll(self.head, self.ends.embed_VH, self.ends.embed_scale, documents=len(batch.documents))
-        states, teachers = [], []
-        for step, (row_A, state_AH) in enumerate(true_token_steps(unroll, rows, batch.token_T, batch.final_TH, steps)):
+    def batch_loss(self, batch: Batch, noise: Tensor | None = None) -> tuple[Tensor, list[RowStatistics]]:
+        """Weighted loss summed over the batch's valid rows, and each step's statistics. `noise` [T, H] is added to what the head reads.
+
+        A row whose label the draft vocabulary lacks has no loss, and is no match.
+        """
+        rows, steps, loss = batch.rows, self.config.steps, self.config.loss
+        unroll = Unroll(self._drafter, documents=len(batch.documents))
+        read = {name: batch.states[name] if noise is None else batch.states[name] + noise for name in self.head.captures}
+        states, teachers, labels = [], [], []
+        for step, (row_A, state_AH) in enumerate(true_token_steps(unroll, rows, batch.token_T, read, steps)):
             states.append(state_AH)
             teachers.append(rows.teacher_RK[row_A, step])
+            labels.append(batch.token_T[rows.label_RK[row_A, step]])
         sizes = [len(t) for t in teachers]
         weight_S = torch.cat([torch.full((n,), w, device=self._device) for n, w in zip(sizes, self.weights, strict=True)])
+        known_S = 1.0 if self._drafted_V is None else self._drafted_V[torch.cat(labels)].float()
+        weight_S = weight_S * known_S
         state_SH, teacher_S = torch.cat(states), torch.cat(teachers)
-        loss, statistics = distillation_kl(state_SH, weight_S, teacher_S, batch.final_TH, self.ends.loss_head, self.config.loss.chunk_rows)
-        if self.config.loss.hidden_weight:
-            loss = loss + self.config.loss.hidden_weight * hidden_match(state_SH, weight_S, teacher_S, batch.final_TH)
+        kl, statistics = distillation_kl(
+            state_SH, weight_S, teacher_S, batch.final_TH, self._loss_head, loss.chunk_rows, self._projection()
+        )
+        statistics.match_S *= known_S
+        total = loss.kl_weight * kl
+        if loss.hidden_weight:
+            total = total + loss.hidden_weight * hidden_match(state_SH, weight_S, teacher_S, batch.final_TH)
         parts = zip(statistics.kl_S.split(sizes), statistics.overlap_S.split(sizes), statistics.match_S.split(sizes), strict=True)
-        return loss, [RowStatistics(*part) for part in parts]
+        return total, [RowStatistics(*part) for part in parts]
+
+    def _projection(self) -> Tensor | None:
+        """The head's own output projection over the vocabulary of the loss; None: the target's is the head's."""
+        if self.head.lm_head is None:
+            return None
+        weight_DH, ids_V = self.head.lm_head.weight, self._loss_head.ids_V
+        return weight_DH if ids_V is None or self.head.draft_ids is not None else weight_DH[ids_V]
+
+    def _noise(self, documents: list[int], number: int) -> Tensor | None:
+        """U(-a, a) * 512 / T of each document, [T, H]; a function of seed, update and the batch's number in it."""
+        if not self.config.feature_noise:
+            return None
+        rng = torch.Generator().manual_seed(random.Random(f"{self._seed}/{self.progress.update}/{number}").getrandbits(62))
+        lengths = torch.tensor([self.store.entries[i].length for i in documents])
+        scale_T1 = (self.config.feature_noise * _NOISE_TOKENS / lengths).repeat_interleave(lengths)[:, None]
+        uniform_TH = torch.rand(len(scale_T1), self._drafter.embed_VH.shape[1], generator=rng) * 2 - 1
+        return (uniform_TH * scale_T1).to(self._device, self._dtype)
 
     def update(self, batches: list[list[int]]) -> dict[str, Any]:
         """One optimizer update over `batches`; returns its log row."""
@@ -115,10 +146,10 @@ class Trainer:
             group["lr"] = self.config.optim.lr * factor
         self.optimizer.zero_grad(set_to_none=True)
         total, statistics = 0.0, []
-        for documents in batches:
-            batch = load_batch(self.store, documents, self.config.steps, self._dtype, self._device)
+        for number, documents in enumerate(batches):
+            batch = load_batch(self.store, documents, self.head.captures, self.config.steps, self._dtype, self._device)
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
-                loss, steps = self.batch_loss(batch)
+                loss, steps = self.batch_loss(batch, self._noise(documents, number))
             value = float(loss.detach()) / rows
             if value != value or value in (float("inf"), float("-inf")):
                 names = ", ".join(entries[i].id for i in documents)
@@ -174,25 +205,23 @@ class Trainer:
         self._on_log(row)
 
     def evaluated_weights(self) -> dict[str, Tensor]:
-        """The weights that are evaluated and exported: the average where there is one."""
-        return self.ema or {n: p.detach() for n, p in self.head.named_parameters()}
+        """The tensors that are evaluated and exported: the weights' average where there is one."""
+        return {n: t.detach() for n, t in self.head.state_dict().items()} | self.ema
 
     def _evaluate_and_keep_best(self) -> None:
-        trained = {n: p.detach().clone() for n, p in self.head.named_parameters()}
+        trained = {n: t.detach().clone() for n, t in self.head.state_dict().items()}
         self.head.load_state_dict(self.evaluated_weights())
         result = self._evaluate(self.head)
         score = result["mean_accepted_length"]
         if score > self.progress.best_score:
             self.progress.best_score, self.progress.best_update = score, self.progress.update
-            save_checkpoint(self.folder / "best", {"head": self.evaluated_weights()}, {"update": self.progress.update, "walk": result})
+            state = {"update": self.progress.update, "walk": result, "head": head_record(self.head)}
+            save_checkpoint(self.folder / "best", {"head": self.evaluated_weights()}, state)
         self.head.load_state_dict(trained)
         self._log({"update": self.progress.update, "walk": result})
 
     def _save(self) -> None:
-        groups = {
-            "head": {n: p.detach() for n, p in self.head.named_parameters()},
-            "optimizer": moments(self.optimizer, self.head),
-        }
+        groups = {"head": self.head.state_dict(), "optimizer": moments(self.optimizer, self.head)}
         if self.ema:
             groups["ema"] = self.ema
         folder = self.folder / "checkpoints"

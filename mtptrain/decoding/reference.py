@@ -11,6 +11,7 @@ Legend: T tokens of one forward, H hidden, V vocabulary.
 import inspect
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -20,15 +21,18 @@ from transformers import DynamicCache, PreTrainedModel
 
 from mtptrain.decoding.rejection import draw, point_mass, verify
 from mtptrain.decoding.walk import Draft
-from mtptrain.heads.mtp import MtpHead
-from mtptrain.heads.unroll import Unroll
-from mtptrain.losses import LmHead
+from mtptrain.heads.drafter import Drafter
+from mtptrain.heads.lm_head import LmHead
+from mtptrain.heads.unroll import Unroll, rows_of
+from mtptrain.target.model import hooked, layer_modules
 
 
 class TargetSession:
-    """The target on one sequence: `feed` tokens, get final states; `rewind` drops rejected ones from the KV cache."""
+    """The target on one sequence: `feed` tokens, get its states; `rewind` drops rejected ones from the KV cache."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, captures: Sequence[str] = ("final",)) -> None:
+        self._captures = captures
+        self._layers = layer_modules(model, captures)
         self._decoder = model.get_decoder()
         self._device = model.device
         self._cache = DynamicCache()
@@ -36,13 +40,14 @@ class TargetSession:
         self._cache_argument = "cache" if "cache" in named else "past_key_values"  # the older name is deprecated since 5.24
         self.length = 0
 
-    def feed(self, tokens: list[int]) -> Tensor:
-        """States [T, H] after the final norm."""
+    def feed(self, tokens: list[int]) -> dict[str, Tensor]:
+        """States [T, H] at each capture, `final` among them."""
         ids_1T = torch.tensor([tokens], device=self._device)
         position_1T = torch.arange(self.length, self.length + len(tokens), device=self._device)[None]
-        out = self._decoder(input_ids=ids_1T, position_ids=position_1T, use_cache=True, **{self._cache_argument: self._cache})
+        with hooked(self._layers) as states:
+            out = self._decoder(input_ids=ids_1T, position_ids=position_1T, use_cache=True, **{self._cache_argument: self._cache})
         self.length += len(tokens)
-        return out.last_hidden_state[0]
+        return {"final": out.last_hidden_state[0]} | {name: state[0] for name, state in states.items()}
 
     def rewind(self, length: int) -> None:
         if length < self.length:
@@ -92,9 +97,10 @@ MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 
 def top_logits(lm_head: LmHead, state_TH: Tensor, dtype: torch.dtype) -> list[Top]:
-    """The best logits of each row, rounded to `dtype` as an engine of that dtype has them."""
+    """The best logits of each row, rounded to `dtype` as an engine of that dtype has them; ids are the target's."""
     rounded = lm_head.logits(state_TH).to(dtype).float()
-    return [Top(top.ids, top.values, MANTISSA[dtype]) for top in _top(rounded)]
+    ids_V = None if lm_head.ids_V is None else lm_head.ids_V.tolist()
+    return [Top(top.ids if ids_V is None else [ids_V[i] for i in top.ids], top.values, MANTISSA[dtype]) for top in _top(rounded)]
 
 
 class DraftSampling(Enum):
@@ -145,7 +151,7 @@ def greedy(model: PreTrainedModel, lm_head: LmHead, prompt: list[int], max_token
     out = Generation([], [], [], [])
     feed = prompt
     while len(out.tokens) < max_tokens:
-        (top,) = _top(lm_head.logits(session.feed(feed)[-1:]))
+        (top,) = _top(lm_head.logits(session.feed(feed)["final"][-1:]))
         out.tokens.append(top.choice)
         out.top.append(top)
         if top.choice in stop_ids:
@@ -157,9 +163,7 @@ def greedy(model: PreTrainedModel, lm_head: LmHead, prompt: list[int], max_token
 @torch.no_grad()
 def speculate(
     model: PreTrainedModel,
-    head: MtpHead,
-    embed_VH: Tensor,
-    embed_scale: float,
+    drafter: Drafter,
     lm_head: LmHead,
     prompt: list[int],
     max_tokens: int,
@@ -167,19 +171,19 @@ def speculate(
     k: int,
     sampling: Sampling | None = None,
 ) -> Generation:
-    """Speculative decoding with draft length `k`, greedy unless `sampling` says otherwise.
+    """Speculative decoding with draft length `k`, greedy unless `sampling` says otherwise. `lm_head`: the target's.
 
     The output is the target's own greedy output, or has the distribution of the target's own samples.
     """
     sampling = sampling or Sampling()
-    session = TargetSession(model)
-    unroll = Unroll(head, embed_VH, embed_scale)
-    tokens, final_TH = list(prompt), session.feed(prompt)
-    logits_TV = lm_head.logits(final_TH[-1:])
+    session = TargetSession(model, drafter.head.captures)
+    unroll = Unroll(drafter)
+    tokens, states = list(prompt), session.feed(prompt)
+    logits_TV = lm_head.logits(states["final"][-1:])
     top = _top(logits_TV)
     emitted = draw(_probabilities(logits_TV, top, sampling.temperature), sampling.rng).tolist()
     out = Generation([], [], [], [])
-    device = final_TH.device
+    device = logits_TV.device
     first_row = 0
     while True:
         tokens += emitted
@@ -187,13 +191,15 @@ def speculate(
         out.top += top[: len(emitted)]
         if len(out.tokens) >= max_tokens or out.tokens[-1] in stop_ids:
             return out
-        row_S = torch.arange(first_row, first_row + len(final_TH), device=device)
-        stored_TH = final_TH.to(torch.bfloat16).to(final_TH.dtype)  # what the store, and a bf16 engine, hand to the head
-        unroll.extend(torch.tensor(tokens, device=device)[row_S + 1], stored_TH, row_S, torch.zeros_like(row_S))
-        draft = _draft(unroll, lm_head, len(final_TH) - 1, k, sampling, device)
+        row_S = torch.arange(first_row, first_row + len(states["final"]), device=device)
+        stored = {
+            name: s.to(torch.bfloat16).to(s.dtype) for name, s in states.items()
+        }  # what the store, and a bf16 engine, hand to the head
+        unroll.extend(torch.tensor(tokens, device=device)[row_S + 1], stored, row_S, torch.zeros_like(row_S))
+        draft = _draft(unroll, drafter, len(row_S) - 1, k, sampling, device)
         drafted = draft.token_1K[0].tolist()
-        states_TH = session.feed([tokens[-1], *drafted])
-        logits_TV = lm_head.logits(states_TH)
+        fed = session.feed([tokens[-1], *drafted])
+        logits_TV = lm_head.logits(fed["final"])
         top = _top(logits_TV)
         verdict = verify(draft.token_1K, draft.q_KV[None], _probabilities(logits_TV, top, sampling.temperature)[None], sampling.rng)
         accepted = int(verdict.accepted_B)
@@ -201,11 +207,11 @@ def speculate(
         out.draft_top.append(draft.top)
         first_row = len(tokens) - 1  # the row of the token that was fed first
         emitted = _cut([*drafted[:accepted], int(verdict.token_B)], stop_ids, max_tokens - len(out.tokens))
-        final_TH = states_TH[: len(emitted)]
+        states = rows_of(fed, slice(0, len(emitted)))
         session.rewind(len(tokens) + len(emitted) - 1)
 
 
-def _draft(unroll: Unroll, lm_head: LmHead, row: int, k: int, sampling: Sampling, device: torch.device) -> _Drafted:
+def _draft(unroll: Unroll, drafter: Drafter, row: int, k: int, sampling: Sampling, device: torch.device) -> _Drafted:
     """Draft `k` tokens from one row of the latest `extend`."""
     only = torch.zeros(1, dtype=torch.int64, device=device)
     state_1H = unroll.start(only + row)
@@ -215,7 +221,7 @@ def _draft(unroll: Unroll, lm_head: LmHead, row: int, k: int, sampling: Sampling
     for step in range(k):
         if step:
             state_1H = unroll.advance(only, tokens[-1])
-        logits_1V = lm_head.logits(state_1H)
+        logits_1V = drafter.whole_logits(state_1H)
         tops += _top(logits_1V)
         distributions.append(_probabilities(logits_1V, tops[-1:], sampling.draft_temperature))
         tokens.append(draw(distributions[-1], sampling.rng))

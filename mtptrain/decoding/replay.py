@@ -6,7 +6,7 @@ compared token by token up to its first difference, whether it was accepted or n
 Legend: T tokens, H hidden, R rows that drafted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,18 +14,18 @@ from torch import Tensor
 from mtptrain.decoding.compare import Agreement
 from mtptrain.decoding.reference import top_logits
 from mtptrain.engines.vllm import Step
-from mtptrain.heads.mtp import MtpHead
-from mtptrain.heads.unroll import Unroll
-from mtptrain.losses import LmHead
+from mtptrain.heads.drafter import Drafter
+from mtptrain.heads.unroll import Unroll, rows_of
 
 
 @torch.no_grad()
 def replay_drafts(
-    head: MtpHead, embed_VH: Tensor, embed_scale: float, lm_head: LmHead, token_T: Tensor, final_TH: Tensor, steps: Sequence[Step]
+    drafter: Drafter, token_T: Tensor, states: Mapping[str, Tensor], steps: Sequence[Step]
 ) -> tuple[Agreement, list[int | None]]:
     """Agreement of all drafted tokens, and for each step where its draft differs without being a tie (None: nowhere).
 
-    `final_TH` in the engine's dtype: logits are rounded to it, and a tie is a margin of at most two units in its last place.
+    `states`, the target's [T, H] a capture, in the engine's dtype: logits are rounded to it, and a tie is a margin of at most two units
+    in its last place.
     """
     agreement = Agreement()
     firsts: list[int | None] = [None] * len(steps)
@@ -33,13 +33,14 @@ def replay_drafts(
     if not drafting:
         return agreement, firsts
     row_S = torch.arange(len(token_T) - 1, device=token_T.device)
-    unroll = Unroll(head, embed_VH, embed_scale)
-    unroll.extend(token_T[1:], final_TH[:-1], row_S, torch.zeros_like(row_S))
+    dtype = next(iter(states.values())).dtype
+    unroll = Unroll(drafter)
+    unroll.extend(token_T[1:], rows_of(states, slice(0, -1)), row_S, torch.zeros_like(row_S))
     state_RH = unroll.start(torch.tensor([steps[i].row for i in drafting], device=token_T.device))
     depth = 0
     while drafting:
         going = []
-        for number, (i, top) in enumerate(zip(drafting, top_logits(lm_head, state_RH, final_TH.dtype), strict=True)):
+        for number, (i, top) in enumerate(zip(drafting, top_logits(drafter.lm_head, state_RH, dtype), strict=True)):
             token = steps[i].drafted[depth]
             agreement.compared += 1
             if top.choice == token:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from mtptrain.batches import Batch
-from mtptrain.heads.mtp import MtpHead
-from mtptrain.heads.unroll import Unroll
-from mtptrain.losses import LmHead
+from mtptrain.heads.drafter import Drafter
+from mtptrain.heads.unroll import Unroll, rows_of
 
 
 @dataclass(slots=True)
@@ -52,13 +51,11 @@ class RowDrafts:
 
 
 @torch.no_grad()
-def draft_all_rows(
-    head: MtpHead, batch: Batch, embed_VH: Tensor, embed_scale: float, lm_head: LmHead, k: int, chunk_rows: int
-) -> RowDrafts:
+def draft_all_rows(drafter: Drafter, batch: Batch, k: int, chunk_rows: int) -> RowDrafts:
     """Draft up to `k` tokens from each row; a row stops at its first miss or at its span's end."""
     rows = batch.rows
-    unroll = Unroll(head, embed_VH, embed_scale, documents=len(batch.documents))
-    unroll.extend(batch.token_T[rows.input_RK[:, 0]], batch.final_TH[rows.row_R], rows.position_R, rows.document_R)
+    unroll = Unroll(drafter, documents=len(batch.documents))
+    unroll.extend(batch.token_T[rows.input_RK[:, 0]], rows_of(batch.states, rows.row_R), rows.position_R, rows.document_R)
     alive_R = rows.valid_RK[:, 0].nonzero().squeeze(-1)
     start_R = alive_R
     order = {int(r): i for i, r in enumerate(start_R.tolist())}
@@ -66,7 +63,7 @@ def draft_all_rows(
     accepted = [0] * len(start_R)
     state_RH = unroll.start(alive_R)
     for step in range(k):
-        drafted_R = torch.cat([lm_head.logits(chunk).argmax(-1) for chunk in state_RH.split(chunk_rows)]) if len(alive_R) else alive_R
+        drafted_R = drafter.choices(state_RH, chunk_rows)
         match_R = drafted_R == batch.token_T[rows.label_RK[alive_R, step]]
         for row, token, match in zip(alive_R.tolist(), drafted_R.tolist(), match_R.tolist(), strict=True):
             tokens[order[row]].append(token)

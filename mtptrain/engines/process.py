@@ -103,9 +103,16 @@ def _probe(python: str, strict: bool) -> dict[str, str]:
         found: dict[str, str] = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, json.JSONDecodeError) as e:
         if strict:
-            raise UserError(f"engine.python={python}: this Python can't be run ({str(e).splitlines()[0]}); name one that has vLLM") from e
+            raise UserError(f"engine.python={python}: this Python can't be run ({_why(e)}); name one that has vLLM") from e
         return {}
     return found
+
+
+def _why(error: Exception) -> str:
+    """Without the program that was tried."""
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"it ended with status {error.returncode}"
+    return "it does not answer" if isinstance(error, subprocess.TimeoutExpired) else str(error).splitlines()[0]
 
 
 def _checked(cfg: Config, engine: Engine) -> Engine:

@@ -1,7 +1,7 @@
 """What the stages ask of vLLM: answers, hidden states, and trials of a draft. Each call is one process of the engine (process.py)."""
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,35 +127,40 @@ def answer_job(
 
 def answer(
     cfg: Config, engine: Engine, folder: Path, jobs: dict[str, dict[str, Any]], prompts: Sequence[Prompt]
-) -> Iterator[tuple[str, str, Answer] | dict[str, EngineRun]]:
-    """(job, prompt id, answer) as they end, each once; last all runs by job, with everything in them."""
+) -> Iterator[tuple[str, str, Answer] | tuple[str, EngineRun]]:
+    """(job, prompt id, answer) as they end, each once, and after a job's last (job, its whole run)."""
     requests = ({"id": p.id, "prompt": p.tokens, "max_tokens": p.max_tokens} for p in prompts)
-    runs = {name: EngineRun() for name in jobs}
+    run, name = EngineRun(), ""
     for row in run_engine(cfg, engine, folder, jobs, requests):
-        run = runs[row["job"]]
+        if row["job"] != name:
+            if name:
+                yield name, run
+            run, name = EngineRun(), row["job"]
         match row["event"]:
             case "loaded":
                 run.load_seconds = row["seconds"]
             case "response":
                 run.answers[row["id"]] = Answer(row["tokens"], row["stopped"], [Step(*step) for step in row["trace"]])
-                yield row["job"], row["id"], run.answers[row["id"]]
+                yield name, row["id"], run.answers[row["id"]]
             case "run":
                 run.tokens, run.seconds, run.counters = row["tokens"], row["seconds"], row["counters"]
                 run.altered, run.versions = row["altered"], row["versions"]
             case "speed":
                 run.speed.append({k: row[k] for k in ("batch_size", "requests", "tokens", "seconds")})
-    yield runs
+    yield name, run
 
 
-def run_to_end(label: str, count: int, events: Iterator[tuple[str, str, Answer] | dict[str, EngineRun]]) -> dict[str, EngineRun]:
-    """Follow `answer` with a progress bar; the finished runs. `count`: answers of all jobs."""
+def run_to_end(
+    label: str, count: int, events: Iterator[tuple[str, str, Answer] | tuple[str, EngineRun]], keep: Callable[[str, EngineRun], None]
+) -> None:
+    """Follow `answer` with a progress bar; `keep` gets each job's run as soon as it is whole. `count`: answers of all jobs."""
     with tqdm(total=count, desc=label, unit="resp", mininterval=1) as bar:
         for event in events:
-            if isinstance(event, dict):
-                return event
             bar.set_postfix_str(event[0], refresh=False)
-            bar.update()
-    raise AssertionError("the engine's rows ended without its runs")
+            if len(event) == 2:
+                keep(*event)
+            else:
+                bar.update()
 
 
 class VllmGenerator:

@@ -1,40 +1,46 @@
-"""The folder vLLM loads, in one of two layouts: a class that vLLM ships, or mtptrain's plugin."""
+"""The folder vLLM loads: a class that vLLM ships (raw config, or in the speculators format), or mtptrain's plugin for mtp heads."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from mtptrain.config import VllmLayout
+from mtptrain.config import HeadKind, VllmLayout
 from mtptrain.errors import UserError
+from mtptrain.exporters import vllm_eagle, vllm_stock
+from mtptrain.exporters.eagle_names import eagle3_parameters, eagle_parameters
+from mtptrain.exporters.folder import CONFIG, WEIGHTS, Export
+from mtptrain.exporters.vllm_eagle import to_eagle, to_eagle3, to_speculators
 from mtptrain.exporters.vllm_plugin import from_plugin, to_plugin
-from mtptrain.exporters.vllm_stock import from_stock, to_stock, why_not
-from mtptrain.files import read_json, write_json
+from mtptrain.exporters.vllm_stock import from_stock, to_stock
+from mtptrain.files import read_json
+from mtptrain.heads.eagle import EagleConfig, EagleHead
+from mtptrain.heads.eagle3 import Eagle3Config, Eagle3Head
+from mtptrain.heads.head import DraftHead
 from mtptrain.heads.mtp import MtpConfig, MtpHead
 from mtptrain.target.spec import TargetSpec
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-METHOD = "eagle"
-"""Of vLLM's speculative config, for both layouts."""
+METHODS = {HeadKind.mtp: "eagle", HeadKind.eagle: "eagle", HeadKind.eagle3: "eagle3"}
+"""`method` of vLLM's speculative config."""
+HeadShape = MtpConfig | EagleConfig | Eagle3Config
 
 
-@dataclass(slots=True)
-class VllmExport:
-    layout: VllmLayout
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
+def pick_layout(wanted: VllmLayout, config: HeadShape, spec: TargetSpec, tensor_parallel: int = 1) -> VllmLayout:
+    """`auto` resolved. UserError where vLLM cannot express the head in the layout asked for."""
+    if wanted is VllmLayout.speculators and not isinstance(config, Eagle3Config):
+        raise UserError("export.vllm.layout=speculators: vLLM reads eagle3 heads alone in that format; use export.vllm.layout=auto")
+    if isinstance(config, MtpConfig):
+        return _pick_mtp(wanted, config, spec, tensor_parallel)
+    if wanted is VllmLayout.plugin:
+        raise UserError("export.vllm.layout=plugin: the plugin serves mtp heads; vLLM has a class of its own for this one, use stock")
+    if reason := vllm_eagle.why_not(config, spec):
+        raise UserError(f"vLLM's own class cannot express this head ({reason}); leave vllm out of export.engines, or use head=mtp")
+    return VllmLayout.speculators if wanted is VllmLayout.speculators else VllmLayout.stock
 
-    def write(self, folder: Path) -> None:
-        write_json(folder / CONFIG, self.config)
-        save_file(self.tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
-
-def pick_layout(wanted: VllmLayout, config: MtpConfig, spec: TargetSpec, tensor_parallel: int = 1) -> VllmLayout:
-    """`auto` resolved. UserError where the stock class is asked for and cannot express the head."""
-    reason = why_not(config, spec)
+def _pick_mtp(wanted: VllmLayout, config: MtpConfig, spec: TargetSpec, tensor_parallel: int) -> VllmLayout:
+    reason = vllm_stock.why_not(config, spec)
     if tensor_parallel > 1 and not reason:
         reason = f"engine.tensor_parallel={tensor_parallel}: its fused q, k, v can't be split between ranks"
     if wanted is VllmLayout.stock and reason:
@@ -44,14 +50,36 @@ def pick_layout(wanted: VllmLayout, config: MtpConfig, spec: TargetSpec, tensor_
     return wanted
 
 
-def to_vllm(head: MtpHead, spec: TargetSpec, wanted: VllmLayout, dtype: torch.dtype = torch.bfloat16) -> VllmExport:
-    """What the folder holds. Raises UserError as `pick_layout` does."""
+def to_vllm(
+    head: DraftHead,
+    spec: TargetSpec,
+    wanted: VllmLayout,
+    dtype: torch.dtype = torch.bfloat16,
+    rows_DH: Tensor | None = None,
+    k: int = 3,
+    target: str = "",
+) -> Export:
+    """What the folder holds. Raises UserError as `pick_layout` does.
+
+    `rows_DH`: the target's rows of a reduced draft vocabulary (Drafter.lm_head has them); `k` and `target` are of the speculators format.
+    """
     layout = pick_layout(wanted, head.config, spec)
-    config, tensors = (to_stock if layout is VllmLayout.stock else to_plugin)(head, spec, dtype)
-    return VllmExport(layout, config, tensors)
+    if isinstance(head, EagleHead):
+        made = to_eagle(head, spec, dtype)
+    elif isinstance(head, Eagle3Head):
+        speculators = layout is VllmLayout.speculators
+        made = to_speculators(head, spec, dtype, rows_DH, k, target) if speculators else to_eagle3(head, spec, dtype, rows_DH)
+    else:
+        assert isinstance(head, MtpHead)
+        made = (to_stock if layout is VllmLayout.stock else to_plugin)(head, spec, dtype)
+    return Export(layout.name, *made)
 
 
-def from_vllm(folder: Path) -> dict[str, Tensor]:
-    """The head's parameters by our names, as the folder holds them."""
+def from_vllm(folder: Path, head: DraftHead) -> dict[str, Tensor]:
+    """`head.state_dict()` as the folder holds it. `head` gives the shape."""
     config, tensors = read_json(folder / CONFIG), load_file(folder / WEIGHTS)
+    if isinstance(head, EagleHead):
+        return eagle_parameters(tensors)
+    if isinstance(head, Eagle3Head):
+        return eagle3_parameters({name.replace("layers.0.", "midlayer."): t for name, t in tensors.items()}, head)
     return from_stock(config, tensors) if "fc.weight" in tensors else from_plugin(tensors)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mtptrain.engines.plugin import ARCHITECTURE
+from mtptrain.exporters.llama import llama_config
 from mtptrain.heads.mtp import MtpConfig, MtpHead
 from mtptrain.target.spec import TargetSpec
 
@@ -33,23 +34,8 @@ def _renamed(name: str, old: str, new: str) -> str:
 
 def _config(config: MtpConfig, spec: TargetSpec, dtype: torch.dtype) -> dict[str, Any]:
     layer = config.layer
-    return {
+    return llama_config(layer, spec, dtype) | {
         "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "dtype": str(dtype).removeprefix("torch."),
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": layer.num_heads,
-        "num_key_value_heads": layer.num_kv_heads,
-        "head_dim": layer.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": layer.rms_norm_eps,
-        "vocab_size": spec.vocab_size,
-        "max_position_embeddings": layer.max_position_embeddings,
-        "attention_bias": layer.attention_bias,
-        "tie_word_embeddings": False,
-        "rope_parameters": layer.rope,
         "mtptrain_head": {
             "embed_norm": config.embed_norm,
             "hidden_norm": config.hidden_norm,

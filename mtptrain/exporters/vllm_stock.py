@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtptrain.exporters.llama import llama_config
 from mtptrain.heads.mtp import MtpConfig, MtpHead
 from mtptrain.target.spec import TargetSpec
 
@@ -77,25 +78,13 @@ def from_stock(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
 
 def _config(config: MtpConfig, spec: TargetSpec, dtype: torch.dtype) -> dict[str, Any]:
     layer = config.layer
-    rope = dict(layer.rope)
-    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
-    return {
+    shared = llama_config(layer, spec, dtype)
+    del shared["head_dim"]  # the class takes hidden_size / num_attention_heads
+    return shared | {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
-        "dtype": str(dtype).removeprefix("torch."),
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
         "moe_intermediate_size": layer.intermediate_size,
-        "num_hidden_layers": 1,
         "num_nextn_predict_layers": 1,
-        "num_attention_heads": layer.num_heads,
-        "num_key_value_heads": layer.num_kv_heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": layer.rms_norm_eps,
-        "vocab_size": spec.vocab_size,
-        "max_position_embeddings": layer.max_position_embeddings,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
         # zero MLA sizes select plain grouped-query attention
         "qk_nope_head_dim": 0,
         "qk_rope_head_dim": 0,
@@ -110,8 +99,4 @@ def _config(config: MtpConfig, spec: TargetSpec, dtype: torch.dtype) -> dict[str
         "n_group": 1,
         "topk_group": 1,
         "num_experts_per_tok": 1,
-        # both RoPE schemas: the first for old loaders, the second for transformers 5
-        "rope_theta": rope.get("rope_theta"),
-        "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
-        "rope_parameters": rope,
     }

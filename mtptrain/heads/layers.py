@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from mtptrain.config import HeadConfig
 from mtptrain.target.spec import TargetSpec
 
 
@@ -34,6 +35,8 @@ class LayerConfig:
     """0: full attention. Otherwise a query sees keys fewer than this many positions back."""
     input_norm: bool = True
     post_attention_norm: bool = True
+    attention_input: int = 0
+    """Width of what q, k and v read; 0: hidden_size."""
 
 
 def layer_config(spec: TargetSpec, **changes: Any) -> LayerConfig:
@@ -52,6 +55,12 @@ def layer_config(spec: TargetSpec, **changes: Any) -> LayerConfig:
         "sliding_window": spec.sliding_window or 0,
     } | changes
     return LayerConfig(**values)
+
+
+def llama_layer_config(spec: TargetSpec, head: HeadConfig, **changes: Any) -> LayerConfig:
+    """A Llama layer of the target's sizes: what engines' EAGLE classes compute, whatever the target's own attention adds."""
+    window = spec.sliding_window or 0 if head.sliding_window is None else head.sliding_window
+    return layer_config(spec, attention_bias=False, qk_norm=False, sliding_window=window, **changes)
 
 
 class RmsNorm(nn.Module):
@@ -112,9 +121,10 @@ class Attention(nn.Module):
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         c = self.config = config
-        self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.head_dim, bias=c.attention_bias)
-        self.k_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.attention_bias)
-        self.v_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.attention_bias)
+        width = c.attention_input or c.hidden_size
+        self.q_proj = nn.Linear(width, c.num_heads * c.head_dim, bias=c.attention_bias)
+        self.k_proj = nn.Linear(width, c.num_kv_heads * c.head_dim, bias=c.attention_bias)
+        self.v_proj = nn.Linear(width, c.num_kv_heads * c.head_dim, bias=c.attention_bias)
         self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
         self.q_norm = norm_or_identity(c.head_dim, c.rms_norm_eps, c.qk_norm)
         self.k_norm = norm_or_identity(c.head_dim, c.rms_norm_eps, c.qk_norm)
@@ -143,7 +153,10 @@ class SwiGlu(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm decoder layer, cut at the attention: `query`/`key_value` before it, `finish` after it."""
+    """Pre-norm decoder layer, cut at the attention: `query`/`key_value` before it, `finish` after it.
+
+    Legend: Z attention_input. What q, k and v read is the head's business (`DraftHead.enter`): usually `input_layernorm` of x.
+    """
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -154,16 +167,16 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = norm_or_identity(config.hidden_size, config.rms_norm_eps, config.post_attention_norm)
         self.mlp = SwiGlu(config.hidden_size, config.intermediate_size)
 
-    def query(self, x_RH: Tensor, position_R: Tensor) -> Tensor:
-        """Rotated queries [R, N, D] of the un-normed layer input."""
-        return self.self_attn.query(self.input_layernorm(x_RH), self.rope(position_R))
+    def query(self, z_RZ: Tensor, position_R: Tensor) -> Tensor:
+        """Rotated queries [R, N, D]."""
+        return self.self_attn.query(z_RZ, self.rope(position_R))
 
-    def key_value(self, x_RH: Tensor, position_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [R, G, D] of the un-normed layer input."""
-        return self.self_attn.key_value(self.input_layernorm(x_RH), self.rope(position_R))
+    def key_value(self, z_RZ: Tensor, position_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [R, G, D]."""
+        return self.self_attn.key_value(z_RZ, self.rope(position_R))
 
     def finish(self, x_RH: Tensor, mixed_RND: Tensor) -> Tensor:
-        """Residual stream after the layer, from its input and the attention's output."""
+        """Residual stream after the layer, from the one before it and the attention's output."""
         x_RH = x_RH + self.self_attn.o_proj(mixed_RND.flatten(1))
         return x_RH + self.mlp(self.post_attention_layernorm(x_RH))
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from mtptrain.config import HeadConfig
-from mtptrain.errors import UserError
-from mtptrain.heads.layers import DecoderLayer, LayerConfig, RmsNorm, layer_config, norm_or_identity
+from mtptrain.heads.head import DraftHead
+from mtptrain.heads.layers import DecoderLayer, LayerConfig, layer_config, norm_or_identity
 from mtptrain.target.spec import TargetSpec
 
 
@@ -44,10 +44,8 @@ def mtp_config(head: HeadConfig, spec: TargetSpec) -> MtpConfig:
     )
 
 
-class MtpHead(nn.Module):
+class MtpHead(DraftHead):
     """See the module's docstring. Parameters: enorm, hnorm, eh_proj, layer.*, norm."""
-
-    captures = ("final",)
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__()
@@ -59,45 +57,10 @@ class MtpHead(nn.Module):
         self.layer = DecoderLayer(config.layer)
         self.norm = norm_or_identity(size, eps, config.output_norm)
 
-    def fuse(self, embed_RH: Tensor, hidden_RH: Tensor) -> Tensor:
-        """Layer input x from token embeddings and the target's (or the recycled) state."""
-        return self.eh_proj(torch.cat((self.enorm(embed_RH), self.hnorm(hidden_RH)), dim=-1))
+    def enter(self, embed_RH: Tensor, hidden_RH: Tensor) -> tuple[Tensor, Tensor]:
+        x_RH = self.eh_proj(torch.cat((self.enorm(embed_RH), self.hnorm(hidden_RH)), dim=-1))
+        return x_RH, self.layer.input_layernorm(x_RH)
 
-    def output(self, x_RH: Tensor) -> Tensor:
-        """The state that goes to lm_head and is recycled."""
-        return self.norm(x_RH)
-
-
-def init_random(head: MtpHead, std: float, seed: int) -> None:
-    """Matrices ~ N(0, std), drawn in the order of their names; norms 1, biases 0."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, parameter in sorted(head.named_parameters()):
-            if parameter.dim() == 2:
-                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
-
-
-def init_from_last_layer(head: MtpHead, spec: TargetSpec, layer: dict[str, Tensor], final_norm_H: Tensor) -> None:
-    """Decoder layer and norms from the target's last layer and final norm; call after `init_random`.
-
-    `layer` maps names inside the layer to tensors; eh_proj, enorm and hnorm stay as `init_random` made them. Raises UserError
-    where the target's layer has other parts than the head's.
-    """
-    if spec.hidden_act not in ("silu", "swish"):
-        raise UserError(f"head.init=last_layer: the target's activation is {spec.hidden_act}, the head's is silu; use head.init=random")
-    own = dict(head.layer.named_parameters())
-    switched_off = {"input_layernorm.weight", "post_attention_layernorm.weight"}
-    if missing := sorted(set(layer) - set(own) - switched_off):
-        raise UserError(f"head.init=last_layer: the target's last layer has {missing[0]}, which the head has not; use head.init=random")
-    if absent := sorted(set(own) - set(layer)):
-        raise UserError(f"head.init=last_layer: the target's last layer lacks {absent[0]}; use head.init=random")
-    with torch.no_grad():
-        for name, parameter in own.items():
-            offset = spec.rms_norm_offset if "norm" in name else 0.0
-            parameter.copy_(layer[name].float() + offset)
-        if isinstance(head.norm, RmsNorm):
-            head.norm.weight.copy_(final_norm_H.float() + spec.rms_norm_offset)
-
-
-def build_head(head_config: HeadConfig, spec: TargetSpec) -> MtpHead:
-    return MtpHead(mtp_config(head_config, spec))
+    def leave(self, x_RH: Tensor) -> tuple[Tensor, Tensor]:
+        y_RH = self.norm(x_RH)
+        return y_RH, y_RH

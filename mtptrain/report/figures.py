@@ -1,24 +1,26 @@
-"""Charts of report.html as plotly figures in plain JSON.
+"""Charts of report.html (report/plotting.py says of what kind)."""
 
-Colours are names of page.css's custom properties, resolved in the browser so that a chart follows the light or dark scheme:
-"--head" is one of them, "--line 0.5" a point half way from --line-lo to --line-hi.
-"""
-
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtptrain.visible import visible
+from mtptrain.report.plotting import (
+    LEGEND_ROW,
+    NO_SPECULATION,
+    Figure,
+    axis_of,
+    figure_of,
+    hatching,
+    hover_interval,
+    label_text,
+    room,
+    whiskers,
+)
 
-Figure = dict[str, Any]
-
-_LABEL_CHARACTERS = 28
 _VALUES_UP_TO = 5
 """Draft lengths whose bars have room for their values."""
 _CURVE_POINTS = 1500
-_FONT_SIZE = 12.5
 _SYMBOLS = {"walk": "circle", "reference": "square", "engine": "diamond"}
 _COLOURS = {"none": "--none", "head": "--head", "ngram": "--ngram", "draft_model": "--draft-model"}
 _HATCHES = {"ngram": "/", "draft_model": "x"}
@@ -36,10 +38,13 @@ class Estimate:
     symbol: str = "circle"
 
 
-def label_text(text: str) -> str:
-    """For plotly, which reads some HTML in labels. Long names are cut; the table beside a chart has them whole."""
-    text = visible(text).replace("\n", "␊")
-    return html.escape(text if len(text) <= _LABEL_CHARACTERS else text[: _LABEL_CHARACTERS - 1] + "…", quote=False)
+@dataclass(slots=True, kw_only=True)
+class Bars:
+    """Tokens a second by batch size."""
+
+    values: dict[int, float]
+    colour: str
+    hatch: str
 
 
 def forest(rows: Sequence[Estimate], axis: str, show_values: bool) -> Figure:
@@ -55,18 +60,17 @@ def forest(rows: Sequence[Estimate], axis: str, show_values: bool) -> Figure:
                 "text": [f"{row.value:.3f}"],
                 "textposition": "top center",
                 "marker": {"color": row.colour, "size": 10, "symbol": row.symbol, "line": {"width": 2, "color": row.colour}},
-                "error_x": _whiskers([row.value], [row.ci], row.colour),
-                "hovertemplate": f"{label_text(row.label)}: %{{x:.3f}}{_hover_interval(row.ci)}<extra></extra>",
+                "error_x": whiskers([row.value], [row.ci], row.colour),
+                "hovertemplate": f"{label_text(row.label)}: %{{x:.3f}}{hover_interval(row.ci)}<extra></extra>",
                 "showlegend": False,
             }
         )
     ends = [1.0] + [x for row in rows for x in (row.value, *(row.ci or ()))]
-    pad = 0.06 * (max(ends) - min(ends)) or 0.1
-    return _figure(
+    return figure_of(
         traces,
         height=(46 if show_values else 27) * len(rows) + 62,
-        xaxis=_axis(axis, range=[min(ends) - pad, max(ends) + pad], zeroline=False),
-        yaxis=_axis(
+        xaxis=axis_of(axis, range=room(ends, 0.06), zeroline=False),
+        yaxis=axis_of(
             None,
             tickvals=[-i for i in range(len(rows))],
             ticktext=[label_text(row.label) for row in rows],
@@ -74,9 +78,7 @@ def forest(rows: Sequence[Estimate], axis: str, show_values: bool) -> Figure:
             showgrid=False,
             zeroline=False,
         ),
-        shapes=[
-            {"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "--muted", "dash": "dot", "width": 1}}
-        ],
+        shapes=[NO_SPECULATION],
     )
 
 
@@ -90,7 +92,7 @@ def depth_bars(unconditional: Sequence[float | None], conditional: Sequence[floa
             "name": name,
             "x": depths,
             "y": list(values),
-            "marker": {"color": colour, "pattern": _hatch(shape)},
+            "marker": {"color": colour, "pattern": hatching(shape)},
             "texttemplate": "%{y:.0%}" if len(depths) <= _VALUES_UP_TO else "",
             "textposition": "outside",
             "cliponaxis": False,
@@ -98,12 +100,12 @@ def depth_bars(unconditional: Sequence[float | None], conditional: Sequence[floa
         }
         for name, values, colour, shape in series
     ]
-    return _figure(
+    return figure_of(
         traces,
         barmode="group",
         bargap=0.3,
-        xaxis=_axis("depth of the drafted token", type="category"),
-        yaxis=_axis("accepted", tickformat=".1~%", rangemode="tozero"),
+        xaxis=axis_of("depth of the drafted token", type="category"),
+        yaxis=axis_of("accepted", tickformat=".1~%", rangemode="tozero"),
     )
 
 
@@ -111,13 +113,13 @@ def length_by_k(by_k: dict[int, dict[str, Any]]) -> Figure:
     """Accepted length over the draft length; `by_k`: K -> statistics."""
     ks = [k for k, s in by_k.items() if s["mean_accepted_length"] is not None]
     trace = _estimates("", [by_k[k] for k in ks], ks, "draft length %{x}")
-    return _figure([trace], xaxis=_axis("draft length K", dtick=1), yaxis=_axis("accepted length"), showlegend=False)
+    return figure_of([trace], xaxis=axis_of("draft length K", dtick=1), yaxis=axis_of("accepted length"), showlegend=False)
 
 
 def loss_curve(rows: Sequence[dict[str, Any]]) -> Figure:
     rows = thinned(rows)
     trace = _curve("loss", [r["update"] for r in rows], [_finite(r["loss"]) for r in rows], "--head", "solid", ".4f")
-    return _figure([trace], xaxis=_axis("update"), yaxis=_axis(None), showlegend=False)
+    return figure_of([trace], xaxis=axis_of("update"), yaxis=axis_of(None), showlegend=False)
 
 
 def match_curves(rows: Sequence[dict[str, Any]]) -> Figure:
@@ -135,7 +137,7 @@ def match_curves(rows: Sequence[dict[str, Any]]) -> Figure:
         )
         for k in range(steps)
     ]
-    return _figure(traces, xaxis=_axis("update"), yaxis=_axis(None, tickformat=".1~%", rangemode="tozero"))
+    return figure_of(traces, xaxis=axis_of("update"), yaxis=axis_of(None, tickformat=".1~%", rangemode="tozero"))
 
 
 def held_out_curve(rows: Sequence[dict[str, Any]], best_update: int | None) -> Figure:
@@ -149,34 +151,34 @@ def held_out_curve(rows: Sequence[dict[str, Any]], best_update: int | None) -> F
         "color": ["--own" if r["update"] == best_update else "--head" for r in rows],
         "symbol": ["star" if r["update"] == best_update else "circle" for r in rows],
     }
-    return _figure([trace], xaxis=_axis("update"), yaxis=_axis(None), showlegend=False)
+    return figure_of([trace], xaxis=axis_of("update"), yaxis=axis_of(None), showlegend=False)
 
 
-def speed_bars(series: dict[str, tuple[str, dict[int, float]]]) -> Figure:
-    """Generated tokens a second; `series`: name -> (method, {batch size: tokens per second})."""
-    sizes = sorted({b for _, values in series.values() for b in values})
+def speed_bars(series: dict[str, Bars]) -> Figure:
+    """Generated tokens a second by batch size; `series`: by name."""
+    sizes = sorted({b for bars in series.values() for b in bars.values})
     traces = [
         {
             "type": "bar",
             "name": label_text(name),
             "x": [str(b) for b in sizes],
-            "y": [values.get(b) for b in sizes],
-            "marker": {"color": method_colour(method), "pattern": _hatch(_HATCHES.get(method, ""))},
+            "y": [bars.values.get(b) for b in sizes],
+            "marker": {"color": bars.colour, "pattern": hatching(bars.hatch)},
             "texttemplate": "%{y:,.0f}",
             "textposition": "outside",
             "cliponaxis": False,
             "hovertemplate": f"{label_text(name)}, batch %{{x}}: %{{y:,.1f}} tokens/s<extra></extra>",
         }
-        for name, (method, values) in series.items()
+        for name, bars in series.items()
     ]
-    return _figure(
+    return figure_of(
         traces,
-        height=360,
+        height=280 + LEGEND_ROW * len(series),
         uniformtext={"mode": "hide", "minsize": 9},
         barmode="group",
         bargap=0.25,
-        xaxis=_axis("batch size", type="category"),
-        yaxis=_axis("tokens a second", rangemode="tozero"),
+        xaxis=axis_of("batch size", type="category"),
+        yaxis=axis_of("tokens a second", rangemode="tozero"),
     )
 
 
@@ -186,6 +188,10 @@ def measurement_symbol(name: str) -> str:
 
 def method_colour(name: str) -> str:
     return _COLOURS.get(name, "--other")
+
+
+def method_hatch(name: str) -> str:
+    return _HATCHES.get(name, "")
 
 
 def thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -219,52 +225,12 @@ def _estimates(name: str, stats: Sequence[dict[str, Any]], xs: list[int], hover:
         "mode": "lines+markers",
         "line": {"color": "--head", "width": 2},
         "marker": {"color": "--head", "size": 8},
-        "error_y": _whiskers(values, intervals, "--head"),
-        "text": [_hover_interval(ci) for ci in intervals],
+        "error_y": whiskers(values, intervals, "--head"),
+        "text": [hover_interval(ci) for ci in intervals],
         "hovertemplate": f"{hover}: %{{y:.3f}}%{{text}}<extra></extra>",
     }
-
-
-def _whiskers(values: Sequence[float], intervals: Sequence[Sequence[float] | None], colour: str) -> Figure:
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [ci[1] - v if ci else 0 for v, ci in zip(values, intervals, strict=True)],
-        "arrayminus": [v - ci[0] if ci else 0 for v, ci in zip(values, intervals, strict=True)],
-        "color": colour,
-        "thickness": 1.5,
-        "width": 5,
-    }
-
-
-def _hover_interval(ci: Sequence[float] | None) -> str:
-    return f" (95 % {ci[0]:.3f} – {ci[1]:.3f})" if ci else ""
-
-
-def _hatch(shape: str) -> Figure:
-    """Bars told apart by more than their colour."""
-    return {"shape": shape, "fillmode": "overlay", "fgcolor": "--panel", "solidity": 0.2, "size": 7}
 
 
 def _finite(value: float) -> float | None:
     """JSON has no infinity; a diverged loss leaves a gap in its curve."""
     return value if math.isfinite(value) else None
-
-
-def _axis(title: str | None, **more: Any) -> Figure:
-    axis: Figure = {"gridcolor": "--rule", "linecolor": "--rule", "zerolinecolor": "--rule", "automargin": True, "fixedrange": True}
-    return axis | ({"title": {"text": title, "standoff": 10, "font": {"size": _FONT_SIZE}}} if title else {}) | more
-
-
-def _figure(traces: list[Figure], height: int = 300, **layout: Any) -> Figure:
-    base: Figure = {
-        "height": height,
-        "margin": {"l": 8, "r": 16, "t": 12, "b": 8},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"color": "--ink", "size": _FONT_SIZE},
-        "hoverlabel": {"bgcolor": "--panel", "bordercolor": "--muted", "font": {"color": "--ink"}},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        "dragmode": False,
-    }
-    return {"data": traces, "layout": base | layout}

@@ -6,7 +6,7 @@ other script, so text from prompts cannot run even if an escape were missed. The
 
 import base64
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,27 +32,29 @@ def write_report_page(path: Path, report: dict[str, Any], log_rows: Iterable[dic
 
 
 def report_page(report: dict[str, Any], log_rows: Iterable[dict[str, Any]]) -> str:
+    parts = (
+        acceptance.measurements(report),
+        acceptance.depth(report),
+        sections.training(report, log_rows),
+        samples(report),
+        sections.speed(report),
+        sections.certificate(report),
+        serve(report),
+        about(report),
+    )
+    return rendered("page.html.jinja", headline(report), [part for part in parts if part])
+
+
+def rendered(template: str, head: Mapping[str, Any], parts: Sequence[Section | Mapping[str, Any]]) -> str:
+    """A page of ours: `head` for the template's header, then the parts."""
     environment = Environment(
         loader=FileSystemLoader(_ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"lines": lines, "line": line, "visible": visible}
     scripts = [get_plotlyjs(), _asset("page.js")]
-    return environment.get_template("page.html.jinja").render(
-        head=headline(report),
-        parts=[
-            part
-            for part in (
-                acceptance.measurements(report),
-                acceptance.depth(report),
-                sections.training(report, log_rows),
-                samples(report),
-                sections.speed(report),
-                sections.certificate(report),
-                serve(report),
-                about(report),
-            )
-            if part
-        ],
+    return environment.get_template(template).render(
+        head=head,
+        parts=parts,
         style=Markup(_asset("page.css")),
         scripts=[Markup(s) for s in scripts],
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(_script_hash, scripts))}; base-uri 'none'",

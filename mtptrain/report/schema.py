@@ -1,7 +1,10 @@
 """report.json: one versioned schema for every stage of proof.
 
-schema                2
-target, head          what was measured: paths, hashes, shapes
+schema                3
+target                what the head drafts for: path, hash
+head                  kind, label, config; parameters, parameters_per_drafted_token (what one drafted token is multiplied with, the output
+                      projection included), captures, draft_vocabulary (ids), store_bytes_per_token (of the captures its training reads)
+layout                of the vLLM folder that was measured; null where the head is not exported for vLLM
 k                     draft length of the gate and of `walk`, `reference`, `engine`
 training              updates, tokens, supervised rows, seconds
 walk                  measurement (report/measurement.py), the offline walk over all held-out documents
@@ -24,15 +27,18 @@ gate                  thresholds, and whether they are met
 versions              of everything that ran
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mtptrain.decoding.compare import Agreement
+if TYPE_CHECKING:  # reports are read without torch
+    from mtptrain.decoding.compare import Agreement
 
-SCHEMA = 2
+SCHEMA = 3
 REPORT = "report.json"
 
 
-def certificate(between: list[str], drafts: Agreement, outputs: Agreement, divergences: list[dict[str, Any]], tie: str) -> dict[str, Any]:
+def certificate(
+    between: list[str], drafts: "Agreement", outputs: "Agreement", divergences: list[dict[str, Any]], tie: str
+) -> dict[str, Any]:
     """How far two measurements agree. `divergences`: documents whose outputs differ, where and whether it was a tie."""
     return {
         "between": between,

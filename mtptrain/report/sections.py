@@ -56,9 +56,10 @@ def speed(report: dict[str, Any]) -> Section | None:
     rows = sorted(found.get("rows") or [], key=lambda r: r["batch_size"])
     if not rows:
         return None
-    series: dict[str, tuple[str, dict[int, float]]] = {}
+    series: dict[str, figures.Bars] = {}
     for row in rows:
-        series.setdefault(_run_name(row), (row["method"], {}))[1][row["batch_size"]] = row["tokens_per_second"]
+        look = figures.Bars(values={}, colour=figures.method_colour(row["method"]), hatch=figures.method_hatch(row["method"]))
+        series.setdefault(_run_name(row), look).values[row["batch_size"]] = row["tokens_per_second"]
     plain = {r["batch_size"]: r["tokens_per_second"] for r in rows if r["method"] == "none"}
     cells = [
         [

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtptrain.report.figures import Figure
+from mtptrain.report.plotting import Figure
 from mtptrain.report.wording import MEASUREMENTS
 
 

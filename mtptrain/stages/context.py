@@ -1,6 +1,7 @@
 """What train, validate and export need of target, store and head, opened once."""
 
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,14 @@ import transformers
 from mtptrain import __version__, manifest
 from mtptrain.checkpoint import load_checkpoint
 from mtptrain.config import Config
-from mtptrain.files import hash_json, read_json
-from mtptrain.heads.mtp import MtpHead, build_head
-from mtptrain.losses import LmHead, lm_head_of
+from mtptrain.errors import UserError
+from mtptrain.exporters.public import captures_in, import_head
+from mtptrain.files import hash_file, hash_json, read_json
+from mtptrain.heads.build import head_from_record, kind_of
+from mtptrain.heads.captures import captures_of
+from mtptrain.heads.drafter import Drafter, bind
+from mtptrain.heads.head import DraftHead
+from mtptrain.heads.lm_head import LmHead, lm_head_of
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import TargetEnds, load_ends
 from mtptrain.target.model import pick_device, pick_dtype, set_threads
@@ -33,6 +39,10 @@ class Context:
     lm_head: LmHead
     device: torch.device
     dtype: torch.dtype
+
+    def bind(self, head: DraftHead) -> Drafter:
+        """The head on the target's ends."""
+        return bind(head, self.ends)
 
     def autocast(self) -> torch.autocast:
         """Mixed precision where the compute dtype asks for it; weights keep float32 masters."""
@@ -54,22 +64,63 @@ def store_fingerprint(cfg: Config) -> str:
     return hash_json(found["inputs"])
 
 
-def open_store(cfg: Config) -> Store:
-    return Store.open(cfg.store_dir, ["final"])
+def wanted_captures(cfg: Config, spec: TargetSpec) -> list[str]:
+    """States that training the head, or measuring `head.checkpoint`, needs."""
+    if cfg.head.checkpoint is None:
+        return captures_of(cfg.head, spec)
+    return captures_in(Path(cfg.head.checkpoint).expanduser(), spec)
 
 
-def load_trained_head(cfg: Config, context: Context) -> tuple[MtpHead, dict[str, Any]]:
-    """The best checkpoint's head in evaluation mode, and what its manifest says about the training."""
-    found = manifest.require(cfg.train_dir, "the trained head", "python -m mtptrain.train (with the same arguments)")
-    groups, _ = load_checkpoint(cfg.train_dir / BEST, f"delete {cfg.train_dir} and train again")
-    head = build_head(cfg.head, context.spec)
-    head.load_state_dict(groups["head"])
-    return head.to(context.device).eval().requires_grad_(False), found
+def open_store(cfg: Config, captures: Sequence[str]) -> Store:
+    """The finished store, with `final` and the captures checked."""
+    return Store.open(cfg.store_dir, list(dict.fromkeys(("final", *captures))))
+
+
+@dataclass(slots=True)
+class TrainedHead:
+    """A head to measure or export, in evaluation mode."""
+
+    head: DraftHead
+    weights: str
+    """Content hash: which head a report or an export is about."""
+    results: dict[str, Any]
+    """What its training says about itself."""
+
+
+def load_trained_head(cfg: Config, context: Context) -> TrainedHead:
+    """The best checkpoint of the finished training, or without one `head.checkpoint` as it is."""
+    if cfg.head.checkpoint is not None and not cfg.train_dir.exists():
+        head = open_checkpoint(cfg, context)
+        results = {"checkpoint": cfg.head.checkpoint, "parameters": sum(p.numel() for p in head.parameters())}
+    else:
+        results = manifest.require(cfg.train_dir, "the trained head", "python -m mtptrain.train (with the same arguments)")["results"]
+        groups, state = load_checkpoint(cfg.train_dir / BEST, f"delete {cfg.train_dir} and train again")
+        head = head_from_record(state["head"])
+        head.load_state_dict(groups["head"])
+    return TrainedHead(head.to(context.device).eval().requires_grad_(False), trained_head_hash(cfg), results)
+
+
+def open_checkpoint(cfg: Config, context: Context) -> DraftHead:
+    """The head of `head.checkpoint`. UserError where it is none of `head.kind` for this target."""
+    assert cfg.head.checkpoint is not None
+    head = import_head(Path(cfg.head.checkpoint).expanduser(), context.ends)
+    if (kind := kind_of(head)) is not cfg.head.kind:
+        raise UserError(f"head.checkpoint={cfg.head.checkpoint} is of kind {kind.name}; use head={kind.name}")
+    return head
 
 
 def trained_head_hash(cfg: Config) -> str:
-    """Content hash of the best checkpoint's weights: which head a report or an export is about."""
+    """Content hash of the head that `load_trained_head` loads."""
+    if cfg.head.checkpoint is not None and not cfg.train_dir.exists():
+        return checkpoint_hash(cfg)
     return read_json(cfg.train_dir / BEST / "state.json")["hashes"]["head"]
+
+
+def checkpoint_hash(cfg: Config) -> str:
+    """Content hash of `head.checkpoint`, whatever its layout."""
+    assert cfg.head.checkpoint is not None
+    files = sorted(Path(cfg.head.checkpoint).expanduser().iterdir())
+    return hash_json({file.name: hash_file(file) for file in files if file.suffix in (".safetensors", ".bin", ".json")})
 
 
 def versions() -> dict[str, str]:

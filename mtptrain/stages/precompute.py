@@ -32,6 +32,7 @@ from mtptrain.engines.vllm import capture_states, llm_arguments
 from mtptrain.errors import UserError
 from mtptrain.files import hash_file, hash_json, write_text
 from mtptrain.sizes import stored_bytes_per_token
+from mtptrain.stages.context import wanted_captures
 from mtptrain.stages.parity import check_engine, check_packed
 from mtptrain.store.codecs import CODECS
 from mtptrain.store.format import TOKENS, VERSION, Rejected, part_fingerprint, read_sidecar, shard_ranges
@@ -67,13 +68,14 @@ def run(cfg: Config) -> None:
     target = resolve_target(cfg.target)
     spec = read_spec(target)
     _check_captures(cfg.precompute.captures, spec)
+    asked = list(dict.fromkeys([*cfg.precompute.captures, *wanted_captures(cfg, spec)]))
     set_threads(cfg.threads)
     dtype = pick_dtype(cfg.target.dtype, pick_device(cfg.device))
     engine = require_engine(cfg, "precompute.backend=vllm") if cfg.precompute.backend is PrecomputeBackend.vllm else None
     inputs = store_inputs(cfg, target, dtype, engine)
     complete = manifest.is_complete(cfg.store_dir, inputs, cfg.on_stale)
     captures = _captures_in(cfg.store_dir) if complete else []
-    wanted = captures + [c for c in cfg.precompute.captures if c not in captures]
+    wanted = captures + [c for c in asked if c not in captures]
     documents = read_documents(cfg.data_dir)
     if not documents:
         raise UserError(f"{cfg.data_dir / FILE} holds no documents; prepare again with more data")

@@ -10,7 +10,7 @@ from mtptrain.config import Config
 from mtptrain.decoding.compare import Agreement, compare_drafts, compare_outputs
 from mtptrain.decoding.reference import Generation, greedy, speculate
 from mtptrain.decoding.walk import DocumentWalk, Draft
-from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.head import DraftHead
 from mtptrain.stages.context import Context
 from mtptrain.store.reader import Store
 from mtptrain.target.model import load_model
@@ -28,7 +28,7 @@ class ReferenceRun:
 
 
 def run_reference(
-    cfg: Config, context: Context, head: MtpHead, store: Store, documents: Sequence[int], drafted: dict[int, dict[int, list[int]]]
+    cfg: Config, context: Context, head: DraftHead, store: Store, documents: Sequence[int], drafted: dict[int, dict[int, list[int]]]
 ) -> ReferenceRun:
     """Generate each span of the documents again with target and head, and compare with the walk.
 
@@ -37,23 +37,13 @@ def run_reference(
     """
     model = load_model(context.folder, context.dtype, context.device, cfg.target.trust_remote_code)
     stop_ids = set(stop_token_ids(context.folder, load_tokenizer(context.folder, cfg.target.trust_remote_code)))
-    result = ReferenceRun()
+    result, drafter = ReferenceRun(), context.bind(head)
     for i in tqdm(documents, "reference decoder", unit="document"):
         entry, tokens = store.entries[i], store.tokens(i).tolist()
         walk = DocumentWalk(entry.id, entry.source, 0, 0, [])
         for start, end in entry.spans:
             with context.autocast():
-                out = speculate(
-                    model,
-                    head,
-                    context.ends.embed_VH,
-                    context.spec.embed_scale,
-                    context.lm_head,
-                    tokens[:start],
-                    end - start,
-                    stop_ids,
-                    cfg.validate.k,
-                )
+                out = speculate(model, drafter, context.lm_head, tokens[:start], end - start, stop_ids, cfg.validate.k)
                 expected = tokens[start:end]
                 if out.tokens != expected:
                     expected = greedy(model, context.lm_head, tokens[:start], end - start, stop_ids).tokens

@@ -1,7 +1,6 @@
 """The train stage: a head on the store, its best checkpoint chosen by the offline walk on held-out documents."""
 
 import time
-from collections import Counter
 from typing import Any
 
 import torch
@@ -12,15 +11,26 @@ from mtptrain.config_io import config_yaml
 from mtptrain.errors import UserError
 from mtptrain.files import write_text
 from mtptrain.heads.alignment import supervised_rows
-from mtptrain.heads.mtp import MtpHead, build_head, init_from_last_layer, init_random
-from mtptrain.losses import lm_head_of
+from mtptrain.heads.build import build_head, init_from_last_layer, init_lm_head
+from mtptrain.heads.head import DraftHead, init_random
+from mtptrain.heads.lm_head import LmHead, lm_head_of
 from mtptrain.report.measurement import measure
 from mtptrain.report.tracking import Tracker
-from mtptrain.stages.context import Context, as_plain, open_context, open_store, store_fingerprint
+from mtptrain.stages.context import (
+    Context,
+    as_plain,
+    checkpoint_hash,
+    open_checkpoint,
+    open_context,
+    open_store,
+    store_fingerprint,
+    wanted_captures,
+)
+from mtptrain.stages.vocabulary import draft_vocabulary, loss_vocabulary
 from mtptrain.stages.walk import walk_documents
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import load_last_layer, weights_hash
-from mtptrain.trainer import FrozenEnds, Progress, Trainer
+from mtptrain.trainer import Progress, Trainer
 
 
 def run(cfg: Config) -> None:
@@ -31,29 +41,34 @@ def run(cfg: Config) -> None:
     if manifest.is_complete(cfg.train_dir, inputs, cfg.on_stale):
         print(f"train: {cfg.train_dir} is complete", flush=True)
         return
-    store = open_store(cfg)
+    store = open_store(cfg, wanted_captures(cfg, context.spec))
     documents, held_out = training_documents(store), store.indices("held_out")
     if not held_out:
         raise UserError(f"{cfg.store_dir} has no held-out documents; set data.held_out or data.held_out_fraction and prepare again")
     manifest.begin(cfg.train_dir, inputs)
     write_text(cfg.train_dir / "config.yaml", config_yaml(cfg))
-    head = initial_head(cfg, context)
+    head = initial_head(cfg, context, store, documents)
     held_out = spread(held_out, cfg.train.eval_documents)
 
-    def evaluate(trained: MtpHead) -> dict[str, Any]:
+    def evaluate(trained: DraftHead) -> dict[str, Any]:
         walks, _ = walk_documents(trained, context, store, held_out, [cfg.validate.k])
         return measure(walks[cfg.validate.k], cfg.validate.k)["overall"]
 
-    loss_ids = vocabulary_ids(cfg, context, store, documents)
-    ends = FrozenEnds(
-        embed_VH=context.ends.embed_VH,
-        embed_scale=context.spec.embed_scale,
-        loss_head=context.lm_head if loss_ids is None else lm_head_of(context.spec, context.ends.lm_head_VH, loss_ids),
-    )
+    loss_head = loss_projection(cfg, context, store, documents, head)
     torch.use_deterministic_algorithms(True)
     with Tracker(cfg) as tracker:
         trainer = Trainer(
-            cfg.train, cfg.seed, head, ends, store, documents, cfg.train_dir, context.dtype, context.device, evaluate, tracker.log
+            cfg.train,
+            cfg.seed,
+            context.bind(head),
+            loss_head,
+            store,
+            documents,
+            cfg.train_dir,
+            context.dtype,
+            context.device,
+            evaluate,
+            tracker.log,
         )
         _print_start(cfg, head, store, documents, len(trainer.updates))
         began = time.monotonic()
@@ -66,7 +81,7 @@ def run(cfg: Config) -> None:
     )
 
 
-def _results(progress: Progress, head: MtpHead) -> dict[str, Any]:
+def _results(progress: Progress, head: DraftHead) -> dict[str, Any]:
     """What the manifest tells later stages."""
     return {
         "updates": progress.update,
@@ -76,6 +91,8 @@ def _results(progress: Progress, head: MtpHead) -> dict[str, Any]:
         "best_update": progress.best_update,
         "best_mean_accepted_length": progress.best_score,
         "parameters": sum(p.numel() for p in head.parameters()),
+        "captures": list(head.captures),
+        "draft_vocabulary": None if head.draft_ids is None else len(head.draft_ids),
     }
 
 
@@ -87,7 +104,8 @@ def train_inputs(cfg: Config, context: Context, fingerprint: str) -> dict[str, A
     return {
         "store": fingerprint,
         "target": weights_hash(context.folder),
-        "head": {k: v for k, v in as_plain(cfg.head).items() if k != "label"},
+        "head": {k: v for k, v in as_plain(cfg.head).items() if k not in ("label", "checkpoint")},
+        "head.checkpoint": cfg.head.checkpoint and checkpoint_hash(cfg),
         "train": train,
         "seed": cfg.seed,
         "validate.k": cfg.validate.k,
@@ -110,34 +128,27 @@ def spread(items: list[int], count: int) -> list[int]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
-def initial_head(cfg: Config, context: Context) -> MtpHead:
-    head = build_head(cfg.head, context.spec)
+def initial_head(cfg: Config, context: Context, store: Store, documents: list[int]) -> DraftHead:
+    """The head before its first update: from `head.checkpoint`, else as `head.init` says."""
+    if cfg.head.checkpoint is not None:
+        return open_checkpoint(cfg, context).to(context.device)
+    head = build_head(cfg.head, context.spec, draft_vocabulary(cfg, context, store, documents))
     init_random(head, cfg.head.init_std, cfg.seed)
+    init_lm_head(head, context.ends.lm_head_VH)
     if cfg.head.init is HeadInit.last_layer:
         init_from_last_layer(head, context.spec, load_last_layer(context.folder), context.ends.final_norm_H.cpu())
     return head.to(context.device)
 
 
-def vocabulary_ids(cfg: Config, context: Context, store: Store, documents: list[int]) -> torch.Tensor | None:
-    """Ids the loss is taken over: the most frequent supervised ones of the training split and the end markers; None for all."""
-    size = cfg.train.loss.vocabulary
-    if size is None or size >= context.spec.vocab_size:
-        return None
-    counts: Counter[int] = Counter()
-    for i in documents:
-        tokens = store.tokens(i).tolist()
-        for start, end in store.entries[i].spans:
-            counts.update(tokens[start:end])
-    ranked = sorted(range(context.spec.vocab_size), key=lambda t: (-counts[t], t))
-    chosen = set(ranked[:size]) | set(context.spec.eos_token_ids)
-    covered = sum(counts[t] for t in chosen) / counts.total()
-    print(
-        f"train: the loss is taken over {len(chosen):,} of {context.spec.vocab_size:,} ids ({covered:.1%} of supervised tokens)", flush=True
-    )
-    return torch.tensor(sorted(chosen), device=context.device)
+def loss_projection(cfg: Config, context: Context, store: Store, documents: list[int], head: DraftHead) -> LmHead:
+    """The target's output projection over the vocabulary of the loss: the draft's where it is reduced, or `train.loss.vocabulary`."""
+    ids = head.draft_ids
+    if ids is None:
+        ids = loss_vocabulary(cfg, context, store, documents)
+    return context.lm_head if ids is None else lm_head_of(context.spec, context.ends.lm_head_VH, ids.to(context.device))
 
 
-def _print_start(cfg: Config, head: MtpHead, store: Store, documents: list[int], updates: int) -> None:
+def _print_start(cfg: Config, head: DraftHead, store: Store, documents: list[int], updates: int) -> None:
     parameters = sum(p.numel() for p in head.parameters())
     rows = sum(supervised_rows(store.entries[i].spans) for i in documents)
     print(

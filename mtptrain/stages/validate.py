@@ -7,40 +7,46 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from mtptrain import manifest
 from mtptrain.config import Config, Measurement
-from mtptrain.config_io import config_yaml
+from mtptrain.config import Engine as EngineName
 from mtptrain.engines.process import Engine, engine_inputs, find_engine
 from mtptrain.engines.vllm import EngineRun
-from mtptrain.exporters.vllm import VllmExport, from_vllm, to_vllm
-from mtptrain.files import read_json, read_jsonl_durable, write_folder_atomic, write_json, write_text
-from mtptrain.heads.mtp import MtpHead
+from mtptrain.exporters.folder import Written
+from mtptrain.exporters.hf import from_hf
+from mtptrain.exporters.vllm import from_vllm
+from mtptrain.files import read_json, write_folder_atomic
+from mtptrain.heads.drafter import Drafter
+from mtptrain.heads.head import DraftHead
 from mtptrain.report.console import print_report
 from mtptrain.report.measurement import measure
-from mtptrain.report.page import PAGE, write_report_page
+from mtptrain.report.page import PAGE
 from mtptrain.report.schema import REPORT, SCHEMA, certificate, strongest
+from mtptrain.sizes import stored_bytes_per_token
 from mtptrain.stages import export as export_stage
 from mtptrain.stages.context import (
     Context,
+    TrainedHead,
     as_plain,
     load_trained_head,
     open_context,
     open_store,
     store_fingerprint,
-    trained_head_hash,
     versions,
 )
 from mtptrain.stages.engine_trial import HEAD, NONE, Findings, certify, drafts_to_try, run_trials, walks_of
-from mtptrain.stages.export import THRESHOLDS, judge, layout_of
+from mtptrain.stages.export import THRESHOLDS, judge, made, refuse_early
 from mtptrain.stages.reference import run_reference
+from mtptrain.stages.report_files import measured_hash, read_report, write_report
 from mtptrain.stages.samples import heat_strips
 from mtptrain.stages.train import spread
 from mtptrain.stages.walk import expected_acceptance, walk_documents
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import weights_hash
 from mtptrain.target.resolve import resolve_target
-from mtptrain.target.spec import read_spec
-from mtptrain.trainer import LOG
+from mtptrain.target.spec import TargetSpec, read_spec
 
 CANDIDATE = "candidate"
 """Folder inside the report's: what will be exported if the gate opens."""
@@ -54,80 +60,95 @@ def run(cfg: Config) -> None:
     """Measure, write report/report.json, print the table. Raises UserError when the gate is shut."""
     engine = check_first(cfg)
     context = open_context(cfg)
-    head, trained = load_trained_head(cfg, context)
-    export = to_vllm(head, context.spec, layout_of(cfg, context.spec))
-    inputs = validate_inputs(cfg, context, engine, export)
+    trained = load_trained_head(cfg, context)
+    drafter = context.bind(trained.head)
+    export = candidate(cfg, drafter, context.spec)
+    inputs = validate_inputs(cfg, context, trained, engine, export)
+    if engine is None and (measured := _measured_with(cfg)) is not None:
+        inputs["engine"] = measured
     if manifest.is_complete(cfg.report_dir, inputs, cfg.on_stale) and (cfg.report_dir / REPORT).exists():
-        report = read_json(cfg.report_dir / REPORT)
+        report = read_report(cfg)
         if judge(cfg, report) or not (cfg.report_dir / PAGE).exists():
-            _write(cfg, report)
+            write_report(cfg, report)
     else:
         manifest.begin(cfg.report_dir, inputs)
         write_folder_atomic(cfg.report_dir / CANDIDATE, export.write)
-        head.load_state_dict(from_vllm(cfg.report_dir / CANDIDATE))
-        report = _measure(cfg, context, head.to(context.device), trained, engine, export)
-        _write(cfg, report)
-        manifest.finish(cfg.report_dir, inputs, {"proof": report["proof"]})
+        trained.head.load_state_dict(_read_back(cfg.report_dir / CANDIDATE, export, trained.head))
+        report = _measure(cfg, context, trained, engine, export)
+        write_report(cfg, report)
+        manifest.finish(cfg.report_dir, inputs, {"proof": report["proof"], "report": measured_hash(report)})
     print_report(report)
     print(f"validate: {cfg.report_dir / PAGE} and {REPORT}", flush=True)
     if report["gate"]["reasons"]:
         export_stage.run(cfg)  # keeps the candidate under the name of a rejected one, and fails
 
 
-def _write(cfg: Config, report: dict[str, Any]) -> None:
-    write_text(cfg.report_dir / "config.yaml", config_yaml(cfg))
-    write_json(cfg.report_dir / REPORT, report)
-    write_report_page(cfg.report_dir / PAGE, report, read_jsonl_durable(cfg.train_dir / LOG))
-
-
 def check_first(cfg: Config) -> Engine | None:
     """Refuse, before anything is spent or deleted, what this stage or the export would refuse later; the engine to measure with."""
     drafts_to_try(cfg, cfg.report_dir)
-    layout_of(cfg, read_spec(resolve_target(cfg.target)))
+    refuse_early(cfg, read_spec(resolve_target(cfg.target)))
     return _engine(cfg)
+
+
+def _measured_with(cfg: Config) -> dict[str, Any] | None:
+    """The engine of a finished report: with none at hand now, what it measured still holds."""
+    if Measurement.vllm not in cfg.validate.measure or not (cfg.report_dir / manifest.MANIFEST).exists():
+        return None
+    found: dict[str, Any] | None = read_json(cfg.report_dir / manifest.MANIFEST).get("inputs", {}).get("engine")
+    return found
+
+
+def candidate(cfg: Config, drafter: Drafter, spec: TargetSpec) -> Written:
+    """What is measured: vLLM's folder, or where vLLM is not exported for, our own of the same dtype."""
+    return made(cfg, EngineName.vllm if EngineName.vllm in cfg.export.engines else EngineName.hf, drafter, spec)
+
+
+def _read_back(folder: Path, export: Written, head: DraftHead) -> dict[str, Tensor]:
+    return from_hf(folder).state_dict() if export.layout == "hf" else from_vllm(folder, head)
 
 
 def _engine(cfg: Config) -> Engine | None:
     """The engine to measure with; its absence is said, and the export's name will say it too."""
-    if Measurement.vllm not in cfg.validate.measure:
+    if Measurement.vllm not in cfg.validate.measure or EngineName.vllm not in cfg.export.engines:
         return None
     engine = find_engine(cfg)
-    if engine is None:
-        print(
-            "validate: no vLLM was found (tools/setup_engine installs one; engine.python names one): the engine is not measured, and the "
-            "export will be called vllm.unproven",
-            flush=True,
-        )
+    if engine is None and _measured_with(cfg) is None:
+        missing = "engine.python=none" if cfg.engine.python == "none" else "no vLLM was found (tools/setup_engine installs one)"
+        print(f"validate: {missing}: the engine is not measured, and the export will be called vllm.unproven", flush=True)
     return engine
 
 
-def validate_inputs(cfg: Config, context: Context, engine: Engine | None, export: VllmExport) -> dict[str, Any]:
+def validate_inputs(cfg: Config, context: Context, trained: TrainedHead, engine: Engine | None, export: Written) -> dict[str, Any]:
     return {
-        "head": trained_head_hash(cfg),
+        "head": trained.weights,
         "store": store_fingerprint(cfg),
         "target": weights_hash(context.folder),
         "validate": {k: [m.name for m in v] if k == "measure" else v for k, v in as_plain(cfg.validate).items() if k not in THRESHOLDS},
         "validate.draft_model": cfg.validate.draft_model and weights_hash(Path(cfg.validate.draft_model).expanduser()),
         "dtype": str(context.dtype).removeprefix("torch."),
         "target.dtype": cfg.target.dtype.name,
-        "layout": export.layout.name,
+        "layout": _vllm_layout(export),
         "engine": engine and engine_inputs(cfg, engine),
     }
 
 
-def _measure(
-    cfg: Config, context: Context, head: MtpHead, trained: dict[str, Any], engine: Engine | None, export: VllmExport
-) -> dict[str, Any]:
-    store, options = open_store(cfg), cfg.validate
+def _vllm_layout(export: Written) -> str | None:
+    """Of the candidate; None where it is not vLLM's."""
+    return None if export.layout == "hf" else export.layout
+
+
+def _measure(cfg: Config, context: Context, trained: TrainedHead, engine: Engine | None, export: Written) -> dict[str, Any]:
+    head, options = trained.head, cfg.validate
+    store = open_store(cfg, head.captures)
     documents = spread(store.indices("held_out"), options.documents)
     ks = sorted({options.k, *options.k_table})
     walks, drafted = walk_documents(head, context, store, documents, ks)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "target": {"path": cfg.target.path, "weights": weights_hash(context.folder), "model_type": context.spec.model_type},
-        "head": {"kind": cfg.head.kind.name, "config": as_plain(cfg.head), "parameters": trained["results"]["parameters"]},
+        "head": {"kind": cfg.head.kind.name, "label": cfg.head_dir.name, "config": as_plain(cfg.head)} | _cost(cfg, context, head),
         "k": options.k,
-        "training": trained["results"],
+        "training": trained.results,
         "walk": measure(walks[options.k], options.k),
         "reference": None,
         "engine": None,
@@ -139,7 +160,7 @@ def _measure(
         "expected_at_temperature_1": expected_acceptance(head, context, store, spread(documents, _EXPECTED_DOCUMENTS), options.k),
         "certificate": None,
         "samples": None,
-        "layout": export.layout.name,
+        "layout": _vllm_layout(export),
         "versions": versions(),
     }
     same = dict(zip(documents, walks[options.k], strict=True))
@@ -159,6 +180,21 @@ def _measure(
     report["proof"], _ = strongest(report)
     judge(cfg, report)
     return report
+
+
+def _cost(cfg: Config, context: Context, head: DraftHead) -> dict[str, Any]:
+    """What the head takes: weights, those that one drafted token is multiplied with, and the store's bytes of a token for its training."""
+    parameters = sum(p.numel() for p in head.parameters())
+    projection = context.bind(head).lm_head.weight_VH.numel()
+    own = 0 if head.lm_head is None else projection
+    captures = list(dict.fromkeys(("final", *head.captures)))
+    return {
+        "parameters": parameters,
+        "parameters_per_drafted_token": parameters - own + projection,
+        "captures": list(head.captures),
+        "draft_vocabulary": len(head.draft_ids) if head.draft_ids is not None else context.spec.vocab_size,
+        "store_bytes_per_token": stored_bytes_per_token(cfg.store, len(captures), context.spec),
+    }
 
 
 def _engine_parts(

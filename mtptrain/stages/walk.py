@@ -7,7 +7,7 @@ from mtptrain.batches import Batch, load_batch
 from mtptrain.data.packing import pack
 from mtptrain.decoding.expected import ExpectedAcceptance, expected_by_step, expected_length
 from mtptrain.decoding.walk import DocumentWalk, draft_all_rows, hop
-from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.head import DraftHead
 from mtptrain.stages.context import Context
 from mtptrain.store.reader import Store
 
@@ -18,7 +18,7 @@ _PROBABILITY_ROWS = 128
 
 
 def walk_documents(
-    head: MtpHead, context: Context, store: Store, documents: Sequence[int], ks: Sequence[int]
+    head: DraftHead, context: Context, store: Store, documents: Sequence[int], ks: Sequence[int]
 ) -> tuple[dict[int, list[DocumentWalk]], dict[int, dict[int, list[int]]]]:
     """Walks of each draft length in `ks`, and for each document index the tokens drafted from each row p.
 
@@ -27,9 +27,10 @@ def walk_documents(
     longest = max(ks)
     walks: dict[int, dict[int, DocumentWalk]] = {k: {} for k in ks}
     drafted: dict[int, dict[int, list[int]]] = {}
-    for members, batch in _batches(context, store, documents, longest):
+    drafter = context.bind(head)
+    for members, batch in _batches(head, context, store, documents, longest):
         with context.autocast():
-            rows = draft_all_rows(head, batch, context.ends.embed_VH, context.spec.embed_scale, context.lm_head, longest, _CHUNK_ROWS)
+            rows = draft_all_rows(drafter, batch, longest, _CHUNK_ROWS)
         entries = [store.entries[i] for i in members]
         for k in ks:
             found = hop(rows, batch, [e.spans for e in entries], [(e.id, e.source) for e in entries], k)
@@ -43,17 +44,17 @@ def walk_documents(
     return {k: [walks[k][i] for i in documents] for k in ks}, drafted
 
 
-def expected_acceptance(head: MtpHead, context: Context, store: Store, documents: Sequence[int], k: int) -> dict[str, Any]:
+def expected_acceptance(head: DraftHead, context: Context, store: Store, documents: Sequence[int], k: int) -> dict[str, Any]:
     """Expected acceptance at temperature 1 of greedy and of sampled drafts of length `k` (decoding/expected.py).
 
     Rows are contexts from the stored (greedy) responses, every valid one of the documents, not contexts that sampling would reach; step k
     is fed the true continuation, and steps are assumed independent in the product of the expected length. Where a step has no valid row,
     its rate and the lengths are None.
     """
-    total = ExpectedAcceptance.zeros(k)
-    for _, batch in _batches(context, store, documents, k):
+    total, drafter = ExpectedAcceptance.zeros(k), context.bind(head)
+    for _, batch in _batches(head, context, store, documents, k):
         with context.autocast():
-            total.add(expected_by_step(head, batch, context.ends.embed_VH, context.spec.embed_scale, context.lm_head, k, _PROBABILITY_ROWS))
+            total.add(expected_by_step(drafter, batch, context.lm_head, k, _PROBABILITY_ROWS))
     return {
         "greedy_draft": {"accept_rate_by_step": total.greedy_rates, "expected_accepted_length": expected_length(total.greedy_rates)},
         "sampled_draft": {"accept_rate_by_step": total.sampled_rates, "expected_accepted_length": expected_length(total.sampled_rates)},
@@ -62,8 +63,8 @@ def expected_acceptance(head: MtpHead, context: Context, store: Store, documents
     }
 
 
-def _batches(context: Context, store: Store, documents: Sequence[int], steps: int) -> Iterator[tuple[list[int], Batch]]:
+def _batches(head: DraftHead, context: Context, store: Store, documents: Sequence[int], steps: int) -> Iterator[tuple[list[int], Batch]]:
     """Documents packed, with their global indices."""
     for group in pack([store.entries[i].length for i in documents], _BATCH_TOKENS):
         members = [documents[g] for g in group]
-        yield members, load_batch(store, members, steps, context.dtype, context.device)
+        yield members, load_batch(store, members, head.captures, steps, context.dtype, context.device)

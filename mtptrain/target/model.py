@@ -4,7 +4,7 @@ Legend: T packed tokens of all documents, H hidden size.
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -95,15 +95,20 @@ def capture_packed(model: PreTrainedModel, tokens: list[list[int]], names: list[
         parts = [capture_packed(model, [document], names) for document in tokens]
         return {name: torch.cat([part[name] for part in parts]) for name in names}
     decoder = model.get_decoder()
-    layers = {name: _layer_index(name, len(decoder.layers)) for name in names if name != "final"}
     lengths = [len(document) for document in tokens]
     ids_1T = torch.tensor([[token for document in tokens for token in document]], device=model.device)
     position_1T = torch.cat([torch.arange(length) for length in lengths])[None].to(model.device)
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    with _packed(model), _hooked({name: decoder.layers[i] for name, i in layers.items()}) as states:
+    with _packed(model), hooked(layer_modules(model, names)) as states:
         output = decoder(input_ids=ids_1T, position_ids=position_1T, use_cache=False, cu_seq_lens_q=bounds)
     states["final"] = output.last_hidden_state
     return {name: states[name][0] for name in names}
+
+
+def layer_modules(model: PreTrainedModel, names: Sequence[str]) -> dict[str, nn.Module]:
+    """The decoder layer whose output each capture is; `final` has none."""
+    layers = model.get_decoder().layers
+    return {name: layers[_layer_index(name, len(layers))] for name in names if name != "final"}
 
 
 def _layer_index(name: str, num_layers: int) -> int:
@@ -132,7 +137,7 @@ def _packed(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _hooked(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+def hooked(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     """The outputs of `modules` in the forward run inside, by name."""
     states: dict[str, Tensor] = {}
 

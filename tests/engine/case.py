@@ -12,6 +12,7 @@ from mtptrain.config import (
     DataSource,
     Dtype,
     HeadConfig,
+    HeadKind,
     LossConfig,
     OptimConfig,
     ResponsesConfig,
@@ -22,7 +23,7 @@ from mtptrain.config import (
     WandbMode,
 )
 from mtptrain.files import write_json
-from mtptrain.heads.mtp import MtpHead
+from mtptrain.heads.head import DraftHead
 from mtptrain.stages import precompute, prepare, train
 from mtptrain.stages.context import Context, load_trained_head, open_context, open_store
 from mtptrain.store.reader import Store
@@ -42,13 +43,14 @@ class Case:
     cfg: Config
     context: Context
     store: Store
-    head: MtpHead
+    head: DraftHead
     documents: list[int]
 
 
 def make_config(folder: Path, target: str, head: HeadConfig | None = None, updates: int = 60) -> Config:
     prompts = folder / "prompts.json"
     write_json(prompts, [{"id": f"p{i}", "prompt": text} for i, text in enumerate(PROMPTS)])
+    head = head or HeadConfig()
     return Config(
         name="case",
         root=str(folder),
@@ -61,13 +63,13 @@ def make_config(folder: Path, target: str, head: HeadConfig | None = None, updat
             max_length=128,
             responses=ResponsesConfig(max_new_tokens=48),
         ),
-        head=head or HeadConfig(),
+        head=head,
         train=TrainConfig(
             dtype=Dtype.float32,
             epochs=updates,
             max_updates=updates,
             batch_tokens=1024,
-            loss=LossConfig(hidden_weight=1.0),
+            loss=LossConfig(hidden_weight=0.0 if head.kind is HeadKind.eagle3 else 1.0),
             optim=OptimConfig(lr=4e-3),
             eval_every=updates,
             checkpoint_every=updates,
@@ -95,6 +97,6 @@ def make_case(folder: Path, model_type: str = "llama", head: HeadConfig | None =
     for stage in (prepare, precompute, train):
         stage.run(cfg)
     context = open_context(cfg)
-    trained, _ = load_trained_head(cfg, context)
-    store = open_store(cfg)
-    return Case(cfg, context, store, trained, store.indices("train"))
+    trained = load_trained_head(cfg, context)
+    store = open_store(cfg, trained.head.captures)
+    return Case(cfg, context, store, trained.head, store.indices("train"))

@@ -1,30 +1,22 @@
 """Each convention broken on purpose in an exported folder: a real vLLM drafts something else, and the certificate says so."""
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from mtptrain.config import Config, HeadConfig, ValidateConfig, VllmLayout
 from mtptrain.engines.process import require_engine
-from mtptrain.engines.vllm import EngineRun
-from mtptrain.exporters.vllm import from_vllm, to_vllm
+from mtptrain.exporters.vllm import from_vllm
 from mtptrain.heads.unroll import Unroll
-from mtptrain.stages.engine_trial import NONE, certify, draft_of, run_trials
+from mtptrain.stages.engine_trial import NONE, certify, run_trials
 from mtptrain.target.model import capture_packed
-from tests.engine.case import Case, make_case
+from tests.engine.case import make_case
+from tests.engine.faults import Folder, Runs, Tensors, norms_that_matter, ones, with_broken_copies
 
 pytestmark = pytest.mark.engine
-
-Tensors, Folder = dict[str, torch.Tensor], dict[str, Any]
-
-
-def ones(name: str) -> Callable[[Folder, Tensors], None]:
-    return lambda config, tensors: tensors.update({name: torch.ones_like(tensors[name])})
 
 
 def swap_halves(config: Folder, tensors: Tensors) -> None:
@@ -94,11 +86,12 @@ class PositionNotAdvanced(Unroll):
 class FirstEmbeddingZeroed(Unroll):
     """As DeepSeek's MTP class in vLLM does."""
 
-    def extend(self, token_S: torch.Tensor, state_SH: torch.Tensor, position_S: torch.Tensor, document_S: torch.Tensor) -> None:
-        whole = self._embed
-        self._embed = lambda token_R: whole(token_R) * (position_S != 0)[:, None]  # type: ignore[method-assign]
-        super().extend(token_S, state_SH, position_S, document_S)
-        self._embed = whole  # type: ignore[method-assign]
+    def extend(self, token_S: torch.Tensor, states: Mapping[str, torch.Tensor], position_S: torch.Tensor, document_S: torch.Tensor) -> None:
+        whole = self._drafter
+        embed_VH = torch.cat((whole.embed_VH, torch.zeros_like(whole.embed_VH[:1])))
+        self._drafter = dataclasses.replace(whole, embed_VH=embed_VH)
+        super().extend(token_S.masked_fill(position_S == 0, len(embed_VH) - 1), states, position_S, document_S)
+        self._drafter = whole
 
 
 def before_the_final_norm(model: Any, tokens: list[list[int]], names: list[str]) -> Tensors:
@@ -106,40 +99,16 @@ def before_the_final_norm(model: Any, tokens: list[list[int]], names: list[str])
     return {"final": capture_packed(model, tokens, [last])[last]}
 
 
-@dataclass
-class Runs:
-    case: Case
-    runs: dict[str, EngineRun]
-
-    def agreement(self, name: str) -> float:
-        """Of the run's drafts with the reference head, whose weights are the unbroken ones."""
-        c = self.case
-        return certify(c.cfg, c.context, c.head, c.store, c.documents, self.runs[NONE], self.runs[name]).drafts.agreement
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """One engine process: the right folders and all broken ones over the same prompts."""
     folder = tmp_path_factory.mktemp("faults")
     case = make_case(folder, "llama", HeadConfig(), updates=80)
-    with torch.no_grad():  # norms that matter
-        for name, p in case.head.named_parameters():
-            if p.dim() == 1:
-                p.mul_(1 + 0.5 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+    norms_that_matter(case)
     drafts: dict[str, dict[str, Any] | None] = {NONE: None}
     for layout, faults in ((VllmLayout.stock, STOCK), (VllmLayout.plugin, PLUGIN)):
-        right = folder / layout.name
-        right.mkdir()
-        to_vllm(case.head, case.context.spec, layout).write(right)
-        drafts[layout.name] = draft_of(right)
-        for name, break_it in faults.items():
-            config, tensors = json.loads((right / "config.json").read_text()), load_file(right / "model.safetensors")
-            break_it(config, tensors)
-            (folder / name).mkdir()
-            (folder / name / "config.json").write_text(json.dumps(config))
-            save_file(tensors, folder / name / "model.safetensors")
-            drafts[name] = draft_of(folder / name)
-    case.head.load_state_dict(from_vllm(folder / "stock"))
+        drafts |= with_broken_copies(case, folder, layout, faults)
+    case.head.load_state_dict(from_vllm(folder / "stock", case.head))
     return Runs(case, run_trials(case.cfg, case.context, require_engine(Config(), "this test"), drafts, case.store, case.documents))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtptrain.config import Config, HeadConfig, VllmLayout
+from mtptrain.config import Config, HeadConfig, HeadKind, OutputProjection, VllmLayout
 from mtptrain.engines.process import require_engine
 from mtptrain.exporters.vllm import from_vllm, pick_layout, to_vllm
 from mtptrain.stages.engine_trial import NONE, certify, draft_of, run_trials
@@ -19,7 +19,8 @@ pytestmark = pytest.mark.engine
 
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-STOCK, PLUGIN = VllmLayout.stock, VllmLayout.plugin
+STOCK, PLUGIN, SPECULATORS = VllmLayout.stock, VllmLayout.plugin, VllmLayout.speculators
+_EAGLE3 = HeadKind.eagle3
 CASES: dict[str, tuple[str, dict[str, Any], HeadConfig, list[VllmLayout]]] = {
     "llama, untied, llama3 RoPE": (
         "llama",
@@ -38,6 +39,43 @@ CASES: dict[str, tuple[str, dict[str, Any], HeadConfig, list[VllmLayout]]] = {
         HeadConfig(),
         [PLUGIN],
     ),
+    "eagle, untied, llama3 RoPE": (
+        "llama",
+        {"rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 64}},
+        HeadConfig(kind=HeadKind.eagle),
+        [STOCK],
+    ),
+    "eagle3, reduced vocabulary, tied, yarn RoPE": (
+        "llama",
+        {"tie_word_embeddings": True, "rope_parameters": _YARN},
+        HeadConfig(kind=_EAGLE3, draft_vocabulary=120),
+        [STOCK, SPECULATORS],
+    ),
+    "eagle3, every norm but those of 3.1, the target's rows, two streams": (
+        "qwen3",
+        {"num_hidden_layers": 5},
+        HeadConfig(
+            kind=_EAGLE3,
+            aux_captures=["after_1", "after_3"],
+            draft_vocabulary=120,
+            lm_head=OutputProjection.target,
+            norm_before_residual=True,
+            norm_before_fc=True,
+        ),
+        [STOCK, SPECULATORS],
+    ),
+    "eagle3.1, the target's lm_head, four streams": (
+        "mistral",
+        {"num_hidden_layers": 5, "sliding_window": 24},
+        HeadConfig(
+            kind=_EAGLE3,
+            aux_captures=["after_0", "after_1", "after_3", "after_4"],
+            lm_head=OutputProjection.target,
+            fc_norm=True,
+            norm_output=True,
+        ),
+        [STOCK],
+    ),
 }
 
 
@@ -50,9 +88,10 @@ def test_the_engine_drafts_what_the_reference_drafts(tmp_path: Path, name: str) 
     for layout in layouts:
         folder = tmp_path / layout.name
         folder.mkdir()
-        to_vllm(case.head, case.context.spec, layout).write(folder)
-        case.head.load_state_dict(from_vllm(folder))
-        drafts[layout.name] = draft_of(folder)
+        drafter = case.context.bind(case.head)
+        to_vllm(case.head, case.context.spec, layout, rows_DH=drafter.lm_head.weight_VH, target=case.cfg.target.path).write(folder)
+        case.head.load_state_dict(from_vllm(folder, case.head))
+        drafts[layout.name] = draft_of(folder, case.cfg.head.kind)
     assert pick_layout(VllmLayout.auto, case.head.config, case.context.spec) is layouts[0]
     runs = run_trials(case.cfg, case.context, engine, drafts, case.store, case.documents)
     walks, _ = walk_documents(case.head, case.context, case.store, case.documents, [case.cfg.validate.k])

@@ -24,8 +24,8 @@ def test_two_ranks_draft_and_capture_what_one_does(tmp_path: Path) -> None:
     folder = tmp_path / "plugin"
     folder.mkdir()
     to_vllm(case.head, case.context.spec, VllmLayout.plugin).write(folder)
-    case.head.load_state_dict(from_vllm(folder))
-    runs = run_trials(cfg, case.context, engine, {NONE: None, "plugin": draft_of(folder)}, case.store, case.documents)
+    case.head.load_state_dict(from_vllm(folder, case.head))
+    runs = run_trials(cfg, case.context, engine, {NONE: None, "plugin": draft_of(folder, case.cfg.head.kind)}, case.store, case.documents)
     found = certify(cfg, case.context, case.head, case.store, case.documents, runs[NONE], runs["plugin"])
     assert found.drafts.compared > 500
     assert found.drafts.raw == found.outputs.raw == found.target.raw == 1.0

@@ -38,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_command_ends_with_an_exported_head_and_its_report(finished: Path) -> None:
     tiny = finished / "tiny"
     report = json.loads((tiny / HEAD / "report/report.json").read_text())
-    assert report["schema"] == 2
+    assert report["schema"] == 3
     for measurement in (report["walk"], report["reference"]):
         assert measurement["overall"]["mean_accepted_length"] >= 1.0
         assert len(measurement["overall"]["accept_rate_per_position"]) == report["k"] == 3

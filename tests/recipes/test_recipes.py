@@ -30,7 +30,7 @@ def test_every_recipe_composes_for_every_job(job: str, monkeypatch: pytest.Monke
     entry = importlib.import_module(f"mtptrain.{job}").main
     seen: list[Config] = []
 
-    def look(main: cli.Main, args: argparse.Namespace, argv: list[str], shown: list[str]) -> None:
+    def look(main: cli.Main, args: argparse.Namespace, argv: list[str], shown: list[str], swept_well: list[Config]) -> None:
         assert main is inspect.unwrap(entry)
         seen.extend(cli.compose(args.overrides))
 

@@ -55,7 +55,7 @@ def walks(documents: int, k: int, rates: dict[str, float], seed: int) -> list[Do
 def minimal_report() -> dict[str, Any]:
     """Only the walk was measured."""
     return {
-        "schema": 2,
+        "schema": 3,
         "target": {"path": "tiny"},
         "head": {"kind": "mtp"},
         "k": 2,

@@ -41,7 +41,6 @@ MISTAKES = [
     ("+recipe=smolm2", "error: recipe=smolm2: no such recipe; near: smollm2"),
     ("+recipe=zzzz", "error: recipe=zzzz: no such recipe; there are: llama1b, llama70b, llama8b, smollm2, tiny"),
     ("+recipe", "error: +recipe: name the recipe, +recipe=NAME; there are: llama1b, llama70b, llama8b, smollm2, tiny"),
-    ("recipe=tiny", "error: recipe=tiny: a recipe is added with a plus: +recipe=tiny"),
     ("tiny", "error: tiny: a recipe is given as +recipe=tiny"),
     ("+recip=tiny", "error: recip: no such option; near: +recipe"),
     ("train.lrr=1", "error: train.lrr: no such option; near: train.optim.lr"),
@@ -49,6 +48,8 @@ MISTAKES = [
     ("~train.lrr", "error: train.lrr: no such option; near: train.optim.lr"),
     ("trian.steps=1", "error: trian.steps: no such option; near: train.steps"),
     ("head=mpt", "error: head=mpt: no such head; near: mtp"),
+    ("head=eagl", "error: head=eagl: no such head; near: eagle, eagle3, eagle3.1"),
+    ("head.fc_norm=true", "error: head.fc_norm=True: head.kind=mtp has none"),
     ("heads=mtp", "error: heads: no such option; near: head"),
     ("train.optim.schedule=cosin", "error: train.optim.schedule=cosin: no such choice; near: cosine"),
     ("train.steps=abc", "error: train.steps=abc: Value 'abc' of type 'str' could not be converted to Integer"),
@@ -173,6 +174,9 @@ SWEEPS = [
     (["train.steps=1,3"], 1, 2),
     (["head.norms.input=true,false", "validate.k=2"], 1, 2),
     (["head=mtp", "train.optim.lr=1e-3,2e-3"], 1, 2),
+    (["head=mtp,eagle,eagle3,eagle3.1"], 1, 4),
+    (["head=mtp,eagle", "head.label=mine"], 1, 2),
+    (["head=eagle3,eagle3.1", "train.steps=3,7"], 1, 4),
     (["seed=0,1"], 2, 2),
     (["+recipe=tiny,smollm2"], 2, 2),
     (["data.responses.max_new_tokens=8,16", "train.steps=1,2"], 2, 4),
@@ -206,6 +210,23 @@ def test_a_sweep_names_what_differs_and_runs_what_was_composed() -> None:
     ]
     assert [p.name for p in Path.cwd().iterdir()] == ["runs"]
     assert [p.name for p in Path("runs").iterdir()] == ["sweeps"]
+
+
+def test_heads_of_a_sweep_are_named_by_themselves() -> None:
+    configs = cli.compose(["+recipe=smollm2", "head=mtp,eagle,eagle3,eagle3.1", "wandb.mode=disabled"], multirun=True)
+    assert [c.head_dir.name for c in configs] == ["mtp", "eagle", "eagle3", "eagle3.1"]
+    mtp, eagle, eagle3, newer = configs
+    assert (mtp.train.loss.hidden_weight, mtp.train.loss.kl_weight, mtp.train.loss.vocabulary) == (10, 1, 8192)
+    assert (eagle.train.loss.hidden_weight, eagle.train.loss.kl_weight) == (1, 0.1)  # its own, though the recipe has others
+    assert (eagle3.train.loss.hidden_weight, eagle3.train.loss.vocabulary, eagle3.head.draft_vocabulary) == (0, None, 32000)
+    assert newer.head.fc_norm
+    assert newer.head.norm_output
+    assert {c.train.optim.lr for c in configs} == {2e-3}  # the recipe's
+
+
+def test_the_command_line_has_the_last_word() -> None:
+    (cfg,) = cli.compose(["recipe=smollm2", "head=eagle3", "head.draft_vocabulary=100", "train.loss.step_decay=0.5"])
+    assert (cfg.head.draft_vocabulary, cfg.train.loss.step_decay) == (100, 0.5)
 
 
 def test_a_sweep_of_one_value_is_named_as_a_run() -> None:

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from mtptrain.data.documents import HELD_OUT, Document
 from mtptrain.decoding.expected import ExpectedAcceptance, acceptance_of_rows, expected_by_step, expected_length
-from mtptrain.losses import LmHead
+from mtptrain.heads.lm_head import LmHead
+from mtptrain.heads.unroll import rows_of
 from mtptrain.stages import walk
 from mtptrain.stages.context import Context
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import TargetEnds
-from tests.unit.heads import EPS, HIDDEN, THETA, VOCAB, small_batch, small_embed, small_head, small_spec
+from tests.unit.heads import EPS, HIDDEN, THETA, VOCAB, bound, small_batch, small_embed, small_head, small_spec
 from tests.unit.rederive import Mtp64
 from tests.unit.stores import make_store, random_documents, random_state
 
@@ -45,7 +46,7 @@ def test_rates_equal_the_float64_rederivation(chunk: int) -> None:
     embed, head = small_embed(), small_head(small_spec())
     independent = Mtp64(head.state_dict(), heads=4, kv_heads=2, head_dim=4, eps=EPS, theta=THETA)
     batch = small_batch(LENGTHS, SPANS, 4)
-    total = expected_by_step(head, batch, embed, 1.0, LmHead(embed), 3, chunk)
+    total = expected_by_step(bound(head), batch, LmHead(embed), 3, chunk)
     parts = zip(batch.token_T.split(LENGTHS), batch.final_TH.split(LENGTHS), SPANS, strict=True)
     by_document = [rederived(independent, embed, t.tolist(), f, s, 3) for t, f, s in parts]
     found = [first + second for first, second in zip(*by_document, strict=True)]
@@ -59,9 +60,9 @@ def test_a_batch_of_two_documents_is_the_sum_of_both() -> None:
     both, total = small_batch(LENGTHS, SPANS, 3), ExpectedAcceptance.zeros(3)
     for first, length, spans in ((0, 13, SPANS[0]), (13, 9, SPANS[1])):
         one = small_batch([length], [spans], 3)
-        one.token_T, one.final_TH = both.token_T[first : first + length], both.final_TH[first : first + length]
-        total.add(expected_by_step(head, one, embed, 1.0, LmHead(embed), 3, 100))
-    packed = expected_by_step(head, both, embed, 1.0, LmHead(embed), 3, 100)
+        one.token_T, one.states = both.token_T[first : first + length], rows_of(both.states, slice(first, first + length))
+        total.add(expected_by_step(bound(head), one, LmHead(embed), 3, 100))
+    packed = expected_by_step(bound(head), both, LmHead(embed), 3, 100)
     torch.testing.assert_close(packed.greedy_K, total.greedy_K, rtol=1e-6, atol=0)
     torch.testing.assert_close(packed.sampled_K, total.sampled_K, rtol=1e-6, atol=0)
 
@@ -70,14 +71,15 @@ def test_a_draft_equal_to_the_target_is_accepted_surely_if_sampled_and_with_its_
     generator = torch.Generator().manual_seed(0)
     state_SH = torch.randn(50, HIDDEN, generator=generator)
     lm_head = LmHead(small_embed(), scale=0.5, softcap=3.0)
-    greedy_S, sampled_S = acceptance_of_rows(state_SH, torch.arange(50), state_SH, lm_head, 7)
+    greedy_S, sampled_S = acceptance_of_rows(state_SH, torch.arange(50), state_SH, lm_head, lm_head, 7)
     torch.testing.assert_close(sampled_S, torch.ones(50), rtol=0, atol=1e-6)
     torch.testing.assert_close(greedy_S, lm_head.logits(state_SH).softmax(-1).max(-1).values, rtol=1e-6, atol=0)
 
 
 def test_uniform_distributions_over_a_power_of_two_give_exact_rates() -> None:
     head = small_head(small_spec())
-    total = expected_by_step(head, small_batch(LENGTHS, SPANS, 3), small_embed(), 1.0, LmHead(torch.zeros(32, HIDDEN)), 3, 4)
+    flat = LmHead(torch.zeros(32, HIDDEN))
+    total = expected_by_step(bound(head, lm_head=flat), small_batch(LENGTHS, SPANS, 3), flat, 3, 4)
     assert total.greedy_rates == [1 / 32] * 3
     assert total.sampled_rates == [1.0] * 3
 
@@ -86,7 +88,7 @@ def test_two_tokens_in_closed_form() -> None:
     """p = (3/4, 1/4), q = (1/4, 3/4): the draft's argmax has p = 1/4, the overlap is 1/2."""
     lm_head = LmHead(torch.eye(2))
     teacher_TH, state_SH = torch.tensor([[0.75, 0.25]]).log(), torch.tensor([[0.25, 0.75]]).log()
-    greedy_S, sampled_S = acceptance_of_rows(state_SH, torch.tensor([0]), teacher_TH, lm_head, 1)
+    greedy_S, sampled_S = acceptance_of_rows(state_SH, torch.tensor([0]), teacher_TH, lm_head, lm_head, 1)
     assert (float(greedy_S), float(sampled_S)) == (pytest.approx(0.25, rel=1e-6), pytest.approx(0.5, rel=1e-6))
 
 
@@ -100,7 +102,7 @@ def test_logits_never_hold_more_rows_than_a_chunk_and_steps_share_their_teacher(
 
     monkeypatch.setattr(LmHead, "logits", logits)
     embed = small_embed()
-    expected_by_step(small_head(small_spec()), small_batch(LENGTHS, SPANS, 3), embed, 1.0, LmHead(embed), 3, 5)
+    expected_by_step(bound(small_head(small_spec())), small_batch(LENGTHS, SPANS, 3), LmHead(embed), 3, 5)
     assert max(held) == 5
     drafted = 14 + 11 + 8
     assert len(held) == 2 * -(-drafted // 5)

@@ -15,7 +15,7 @@ from mtptrain.exporters.vllm import from_vllm, to_vllm
 from mtptrain.exporters.vllm_stock import from_stock, to_stock
 from mtptrain.heads.mtp import MtpHead
 from mtptrain.heads.unroll import Unroll
-from tests.unit.heads import HIDDEN, small_batch, small_embed, small_head, small_spec
+from tests.unit.heads import HIDDEN, bound, small_batch, small_embed, small_head, small_spec
 from tests.unit.vllm_contract import NAMES, StockDraft
 
 
@@ -31,8 +31,8 @@ def head_states(head: MtpHead) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     """Embeddings, target states and the head's states of all rows of one document."""
     embed, batch = small_embed(), small_batch([9], [[(2, 9)]], 1)
     rows = torch.arange(8)
-    unroll = Unroll(head, embed, 1.0)
-    unroll.extend(batch.token_T[1:], batch.final_TH[:-1], rows, torch.zeros_like(rows))
+    unroll = Unroll(bound(head, embed))
+    unroll.extend(batch.token_T[1:], {"final": batch.final_TH[:-1]}, rows, torch.zeros_like(rows))
     return embed[batch.token_T[1:]], batch.final_TH[:-1], unroll.start(rows).detach()
 
 
@@ -115,7 +115,7 @@ def test_what_the_class_cannot_express_is_refused_in_one_line(target: dict[str, 
 
 
 def test_every_convention_is_stated() -> None:
-    stated = conventions(small_head(small_spec()).config, small_spec())
+    stated = conventions(small_head(small_spec()).config, small_spec(), "vllm", "stock")
     for key in (
         "layer_ids",
         "hidden_input",
@@ -141,15 +141,15 @@ def test_either_layout_reads_back_as_it_was_written(tmp_path: Path, layout: Vllm
     head = small_head(small_spec())
     export = to_vllm(head, small_spec(), layout, torch.float32)
     export.write(tmp_path)
-    own = from_vllm(tmp_path)
+    own = from_vllm(tmp_path, head)
     assert set(own) == {n for n, _ in head.named_parameters()}
     assert all(torch.equal(own[name], parameter) for name, parameter in head.named_parameters())
 
 
 def test_auto_takes_the_plugin_only_where_the_stock_class_cannot_express_the_head() -> None:
-    assert to_vllm(small_head(small_spec()), small_spec(), VllmLayout.auto).layout is VllmLayout.stock
+    assert to_vllm(small_head(small_spec()), small_spec(), VllmLayout.auto).layout == "stock"
     gemma = small_spec(embed_scale=4.0)
-    assert to_vllm(small_head(gemma), gemma, VllmLayout.auto).layout is VllmLayout.plugin
+    assert to_vllm(small_head(gemma), gemma, VllmLayout.auto).layout == "plugin"
 
 
 def test_the_plugins_config_says_what_a_llama_config_cannot() -> None:

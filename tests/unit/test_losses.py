@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mtptrain.losses import LmHead, distillation_kl, hidden_match, step_weights
+from mtptrain.heads.lm_head import LmHead
+from mtptrain.losses import distillation_kl, hidden_match, step_weights
 
 S, T, H, V = 23, 9, 8, 40
 

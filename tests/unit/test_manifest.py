@@ -59,6 +59,13 @@ def test_fault_16_redo_gets_past_a_damaged_manifest(tmp_path: Path, damage: str)
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("damage", ["[]", "{}", '{"inputs": {}}', '{"inputs": {}, "results": 3}'])
+def test_fault_16_a_manifest_of_another_form_is_named(tmp_path: Path, damage: str) -> None:
+    (tmp_path / manifest.MANIFEST).write_text(damage)
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        manifest.require(tmp_path, "the store", "python -m mtptrain.precompute")
+
+
 def test_fault_16_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_text(path, "old")

@@ -16,7 +16,7 @@ from mtptrain.config import Config, HeadConfig, NormsConfig
 from mtptrain.data.documents import Document, write_documents
 from mtptrain.errors import UserError
 from mtptrain.estimate import SizeUnknown, Stage, estimate, known_spec, volume
-from mtptrain.heads.mtp import build_head
+from mtptrain.heads.build import build_head
 from mtptrain.manifest import finish
 from mtptrain.stages import plan as stage
 from mtptrain.stages.plan import duration, free_bytes, refuse_if_it_cannot_fit, seconds, size

@@ -18,8 +18,10 @@ from mtptrain.decoding.compare import compare_drafts, compare_outputs
 from mtptrain.decoding.reference import DraftSampling, Generation, Sampling, Top, greedy, speculate
 from mtptrain.decoding.walk import draft_all_rows, hop
 from mtptrain.heads.alignment import align
-from mtptrain.heads.mtp import MtpHead, build_head, init_from_last_layer, init_random
-from mtptrain.losses import LmHead, lm_head_of
+from mtptrain.heads.build import build_head, init_from_last_layer
+from mtptrain.heads.drafter import bind
+from mtptrain.heads.head import DraftHead, init_random
+from mtptrain.heads.lm_head import LmHead, lm_head_of
 from mtptrain.target.ends import TargetEnds, load_ends, load_last_layer
 from tests.unit.distributions import chi_square
 from tests.unit.tiny import tiny_llama
@@ -37,7 +39,7 @@ class Pair:
         self.model.get_decoder().norm.weight.data = torch.linspace(0.2, 1.8, 64)  # as training makes it: not all ones
         self.ends: TargetEnds = load_ends(self.folder, torch.float32, torch.device("cpu"))
         self.lm_head: LmHead = lm_head_of(self.ends.spec, self.ends.lm_head_VH)
-        self.head: MtpHead = build_head(HeadConfig(), self.ends.spec)
+        self.head: DraftHead = build_head(HeadConfig(), self.ends.spec)
         init_random(self.head, 0.02, 0)
         init_from_last_layer(self.head, self.ends.spec, load_last_layer(self.folder), self.ends.final_norm_H)
         self.overfit(40)
@@ -51,15 +53,15 @@ class Pair:
         rows = torch.arange(len(tokens) - 2)
         optimizer = torch.optim.AdamW(self.head.parameters(), lr=1e-2)
         for _ in range(updates):
-            unroll = Unroll(self.head, self.ends.embed_VH, 1.0)
-            unroll.extend(torch.tensor(tokens)[rows + 1], finals[rows], rows, torch.zeros_like(rows))
+            unroll = Unroll(bind(self.head, self.ends))
+            unroll.extend(torch.tensor(tokens)[rows + 1], {"final": finals[rows]}, rows, torch.zeros_like(rows))
             loss = torch.nn.functional.cross_entropy(self.lm_head.logits(unroll.start(rows)), torch.tensor(tokens)[rows + 2])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
 
     def speculate(self, prompt: list[int], max_tokens: int, stop_ids: set[int], k: int, sampling: Sampling | None = None) -> Generation:
-        return speculate(self.model, self.head, self.ends.embed_VH, 1.0, self.lm_head, prompt, max_tokens, stop_ids, k, sampling)
+        return speculate(self.model, bind(self.head, self.ends), self.lm_head, prompt, max_tokens, stop_ids, k, sampling)
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +132,8 @@ def test_reference_and_walk_draft_the_same_tokens_from_the_same_rows(pair: Pair,
     tokens, span = PROMPT + out.tokens, (len(PROMPT), len(PROMPT) + 40)
     finals = pair.model.get_decoder()(torch.tensor([tokens])).last_hidden_state[0]
     stored = finals.to(torch.bfloat16).float()
-    batch = Batch(documents=[0], token_T=torch.tensor(tokens), final_TH=stored, rows=align(len(tokens), [span], k))
-    rows = draft_all_rows(pair.head, batch, pair.ends.embed_VH, 1.0, pair.lm_head, k, 64)
+    batch = Batch(documents=[0], token_T=torch.tensor(tokens), states={"final": stored}, rows=align(len(tokens), [span], k))
+    rows = draft_all_rows(bind(pair.head, pair.ends), batch, k, 64)
     (walk,) = hop(rows, batch, [[span]], [("a", "s")], k)
     room = [span[1] - (d.row + 2) for d in out.drafts]
     reference = [(d.row, d.tokens[: min(d.accepted + 1, k, r)], min(d.accepted, r)) for d, r in zip(out.drafts, room, strict=True) if r > 0]
@@ -153,8 +155,8 @@ def test_fault_02_a_head_fed_pre_norm_states_is_caught(pair: Pair) -> None:
 
     def agreement(states: torch.Tensor) -> float:
         rows = align(len(tokens), [(len(prompt), len(tokens))], 3)
-        batch = Batch(documents=[0], token_T=torch.tensor(tokens), final_TH=states.to(torch.bfloat16).float(), rows=rows)
-        drafts = draft_all_rows(pair.head, batch, pair.ends.embed_VH, 1.0, pair.lm_head, 3, 64)
+        batch = Batch(documents=[0], token_T=torch.tensor(tokens), states={"final": states.to(torch.bfloat16).float()}, rows=rows)
+        drafts = draft_all_rows(bind(pair.head, pair.ends), batch, 3, 64)
         return compare_drafts(out, dict(zip(drafts.row_R.tolist(), drafts.tokens_R, strict=True)), len(tokens)).agreement
 
     assert agreement(post_norm) == 1.0
@@ -187,7 +189,7 @@ class SmallPair:
         self.ends: TargetEnds = load_ends(folder, torch.float32, torch.device("cpu"))
         self.ends.lm_head_VH.mul_(3)
         self.model.get_output_embeddings().weight.data.mul_(3)
-        self.head: MtpHead = build_head(HeadConfig(), self.ends.spec)
+        self.head: DraftHead = build_head(HeadConfig(), self.ends.spec)
         init_random(self.head, 0.3, 0)
 
     @torch.no_grad()
@@ -205,7 +207,7 @@ class SmallPair:
         lm_head = lm_head_of(self.ends.spec, self.ends.lm_head_VH)
         counts = torch.zeros(self.VOCAB, self.VOCAB, self.VOCAB)
         for _ in range(runs):
-            out = speculate(self.model, self.head, self.ends.embed_VH, 1.0, lm_head, list(self.PROMPT), 3, set(), 2, sampling)
+            out = speculate(self.model, bind(self.head, self.ends), lm_head, list(self.PROMPT), 3, set(), 2, sampling)
             counts[tuple(out.tokens)] += 1
         return chi_square(counts, self.exact(temperature))
 

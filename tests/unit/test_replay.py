@@ -1,19 +1,24 @@
 """Engine runs without an engine: hand-made traces against the reference head, cutting, fates of tokens."""
 
 import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mtptrain.config import Config, EngineConfig
 from mtptrain.decoding.reference import Top
 from mtptrain.decoding.replay import replay_drafts
 from mtptrain.decoding.walk import Draft, draft_all_rows
-from mtptrain.engines.vllm import Answer, EngineRun, Step
+from mtptrain.engines.vllm import Answer, EngineRun, Prompt, Step
+from mtptrain.heads.lm_head import LmHead
 from mtptrain.heads.unroll import Unroll
-from mtptrain.losses import LmHead
-from mtptrain.stages.engine_trial import walks_of
+from mtptrain.stages.engine_trial import NGRAM, run_trials, walks_of
 from mtptrain.stages.samples import token_fates
-from tests.unit.heads import HIDDEN, VOCAB, small_batch, small_embed, small_head, small_spec
+from tests.unit.heads import HIDDEN, VOCAB, bound, small_batch, small_embed, small_head, small_spec
 
 LM_HEAD = LmHead(torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9)))
 
@@ -21,9 +26,9 @@ LM_HEAD = LmHead(torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_s
 def drafted_by_one_row(row: int, k: int) -> list[int]:
     """The head's own chain from `row`, one row at a time, every drafted token fed back."""
     head, batch, embed = small_head(small_spec()), small_batch([12], [[(3, 12)]], 1), small_embed()
-    unroll = Unroll(head, embed, 1.0)
+    unroll = Unroll(bound(head, embed))
     rows = torch.arange(11)
-    unroll.extend(batch.token_T[1:], batch.final_TH[:-1], rows, torch.zeros_like(rows))
+    unroll.extend(batch.token_T[1:], {"final": batch.final_TH[:-1]}, rows, torch.zeros_like(rows))
     zero, tokens = torch.zeros(1, dtype=torch.int64), []
     state = unroll.start(torch.tensor([row]))
     for _ in range(k):
@@ -34,7 +39,7 @@ def drafted_by_one_row(row: int, k: int) -> list[int]:
 
 def replay(steps: list[Step]) -> tuple[int, int, list[int | None]]:
     head, batch = small_head(small_spec()), small_batch([12], [[(3, 12)]], 1)
-    agreement, firsts = replay_drafts(head, small_embed(), 1.0, LM_HEAD, batch.token_T, batch.final_TH, steps)
+    agreement, firsts = replay_drafts(bound(head, lm_head=LM_HEAD), batch.token_T, batch.states, steps)
     return agreement.equal, agreement.compared, firsts
 
 
@@ -67,7 +72,7 @@ def test_order_empty_and_shorter_drafts() -> None:
 
 def test_replayed_first_tokens_are_the_walks() -> None:
     batch = small_batch([12], [[(3, 12)]], 3)
-    walk = draft_all_rows(small_head(small_spec()), batch, small_embed(), 1.0, LM_HEAD, 3, 4)
+    walk = draft_all_rows(bound(small_head(small_spec()), lm_head=LM_HEAD), batch, 3, 4)
     steps = [Step(int(row), tokens, 0) for row, tokens in zip(walk.row_R, walk.tokens_R, strict=True)]
     equal, compared, firsts = replay(steps)
     assert equal == compared == sum(map(len, walk.tokens_R))
@@ -116,3 +121,67 @@ def test_fates_of_tokens() -> None:
         (16, "target", None, None),
     ]
     assert token_fates(dataclasses.replace(answer, tokens=[]), 10) == []
+
+
+# -- interrupted measurements -----------------------------------------------------------------------------------------
+
+
+class Engines:
+    """Stands in for the engine: runs the jobs it is given one after the other, and dies before the job `dies_at`."""
+
+    def __init__(self) -> None:
+        self.started: list[list[str]] = []
+        self.dies_at: str | None = None
+
+    def answer(self, cfg: object, engine: object, folder: object, jobs: dict[str, object], prompts: list[Prompt]) -> Iterator[object]:
+        self.started.append(list(jobs))
+        for number, name in enumerate(jobs):
+            if name == self.dies_at:
+                raise KeyboardInterrupt
+            run = EngineRun(tokens=number + 7, seconds=1.5, counters={"drafts": 3}, versions={"vllm": "1"}, speed=[{"batch_size": 1}])
+            for prompt in prompts:
+                run.answers[prompt.id] = Answer([1, 2], True, [Step(4, [2, 9], 1)])
+                yield name, prompt.id, run.answers[prompt.id]
+            yield name, run
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    made = Engines()
+    for name, value in {
+        "answer": made.answer,
+        "weights_hash": lambda _: "target",
+        "engine_inputs": lambda *_: {"vllm": "1"},
+        "load_tokenizer": lambda *_: None,
+        "stop_token_ids": lambda *_: [0],
+        "_prompts": lambda *_: [Prompt(id="0.0", tokens=[5, 6], max_tokens=4)],
+        "llm_arguments": lambda *_: {"max_model_len": 64, "gpu_memory_utilization": random.random()},
+    }.items():
+        monkeypatch.setattr(f"mtptrain.stages.engine_trial.{name}", value)
+    return made
+
+
+def trials(root: Path, draft: Path) -> dict[str, EngineRun]:
+    cfg = Config(root=str(root), engine=EngineConfig(kv_cache_gib=1))
+    context = SimpleNamespace(folder=root, spec=None)
+    drafts = {"none": None, "head": {"method": "eagle", "model": str(draft)}, "ngram": NGRAM}
+    return run_trials(cfg, context, None, drafts, None, [0])  # type: ignore[arg-type]
+
+
+def test_an_interrupted_measurement_goes_on_with_what_is_left(tmp_path: Path, engines: Engines) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(b"weights")
+    engines.dies_at = "ngram"
+    with pytest.raises(KeyboardInterrupt):
+        trials(tmp_path, draft)
+    engines.dies_at = None
+    runs = trials(tmp_path, draft)
+    assert engines.started == [["none", "head", "ngram"], ["ngram"]]
+    assert list(runs) == ["none", "head", "ngram"]
+    assert (runs["head"].tokens, runs["head"].answers["0.0"].steps) == (8, [Step(4, [2, 9], 1)])
+    assert trials(tmp_path, draft) == runs
+    assert len(engines.started) == 2
+    (draft / "model.safetensors").write_bytes(b"others")  # another head: only its run is made again
+    trials(tmp_path, draft)
+    assert engines.started[2:] == [["head"]]

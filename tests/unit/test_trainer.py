@@ -12,11 +12,11 @@ from mtptrain.config import LossConfig, OptimConfig, TrainConfig
 from mtptrain.data.order import epoch_batches
 from mtptrain.errors import UserError
 from mtptrain.files import hash_bytes, read_jsonl_durable
-from mtptrain.heads.mtp import MtpHead
-from mtptrain.losses import LmHead
+from mtptrain.heads.head import DraftHead
+from mtptrain.heads.lm_head import LmHead
 from mtptrain.store.reader import Store
-from mtptrain.trainer import FrozenEnds, Trainer
-from tests.unit.heads import EPS, HIDDEN, THETA, VOCAB, small_embed, small_head, small_spec
+from mtptrain.trainer import Trainer
+from tests.unit.heads import EPS, HIDDEN, THETA, VOCAB, bound, small_embed, small_head, small_spec
 from tests.unit.rederive import Mtp64
 from tests.unit.stores import make_store, random_documents, random_state
 
@@ -50,7 +50,7 @@ def trainer(store: Store, folder: Path, config: TrainConfig, scores: dict[int, f
     embed = small_embed()
     lm_head = LmHead(embed)
 
-    def evaluate(_head: MtpHead) -> dict[str, Any]:
+    def evaluate(_head: DraftHead) -> dict[str, Any]:
         return {"mean_accepted_length": (scores or {}).get(made.progress.update, 1.0)}
 
     def on_log(row: dict[str, Any]) -> None:
@@ -60,8 +60,8 @@ def trainer(store: Store, folder: Path, config: TrainConfig, scores: dict[int, f
     made = Trainer(
         config,
         seed=1,
-        head=small_head(small_spec(), std=0.1),
-        ends=FrozenEnds(embed, 1.0, lm_head),
+        drafter=bound(small_head(small_spec(), std=0.1), embed),
+        loss_head=lm_head,
         store=store,
         documents=store.indices("train"),
         folder=folder,
@@ -123,7 +123,7 @@ def test_a_killed_run_resumes_to_the_same_bits(store: Store, tmp_path: Path, cha
 
 def test_fault_15_frozen_ends_do_not_move(store: Store, tmp_path: Path) -> None:
     made = trainer(store, tmp_path, small_config())
-    embed = made.ends.embed_VH
+    embed = made._drafter.embed_VH
     before, head_before = hash_bytes(embed.numpy().tobytes()), weights_hash(made.head)
     made.run()
     assert hash_bytes(embed.numpy().tobytes()) == before

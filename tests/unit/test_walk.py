@@ -1,25 +1,34 @@
 """The offline walk against a sequential one that follows its definition with the float64 head."""
 
+from collections.abc import Callable
+
 import torch
 
 from mtptrain.batches import Batch
 from mtptrain.decoding.walk import draft_all_rows, hop
-from mtptrain.losses import LmHead
 from mtptrain.report.measurement import measure
-from tests.unit.heads import EPS, THETA, small_batch, small_embed, small_head, small_spec
-from tests.unit.rederive import Mtp64
+from tests.unit.heads import EPS, THETA, bound, small_batch, small_embed, small_head, small_spec
+from tests.unit.rederive import Layer64, Mtp64
 
 
 def sequential(
-    head: Mtp64, embed: torch.Tensor, tokens: list[int], finals: torch.Tensor, span: tuple[int, int], k: int
+    head: Layer64,
+    embed: torch.Tensor,
+    tokens: list[int],
+    finals: torch.Tensor,
+    span: tuple[int, int],
+    k: int,
+    choice: Callable[[torch.Tensor], int] | None = None,
 ) -> list[tuple[int, list[int], int]]:
-    """p = s-1; while p+2 <= e: draft K tokens from row p, count matches to the first miss, p += n+1 (e inclusive)."""
+    """`choice`: the token a state drafts, by default its best logit with `embed` as the output projection.
+
+    p = s-1; while p+2 <= e: draft K tokens from row p, count matches to the first miss, p += n+1 (e inclusive)."""
     drafts, p, e = [], span[0] - 1, span[1] - 1
     while p + 2 <= e:
         drafted: list[int] = []
         for step in range(k):
             state = head.draft_states(embed, tokens, finals, p, step + 1, drafted)[step]
-            drafted.append(int((embed.double() @ state).argmax()))
+            drafted.append(choice(state) if choice else int((embed.double() @ state).argmax()))
         offered = min(k, e - (p + 2) + 1)
         n = next((i for i in range(offered) if drafted[i] != tokens[p + 2 + i]), offered)
         drafts.append((p, drafted[: min(n + 1, offered)], n))
@@ -50,7 +59,7 @@ def test_walk_equals_the_sequential_definition() -> None:
     independent = Mtp64(dict(head.named_parameters()), heads=4, kv_heads=2, head_dim=4, eps=EPS, theta=THETA)
     lengths, spans = [20, 14], [[(3, 12), (14, 20)], [(2, 14)]]
     batch = agreeable_batch(independent, embed, lengths, spans, 4)
-    rows = draft_all_rows(head, batch, embed, 1.0, LmHead(embed), 4, chunk_rows=5)
+    rows = draft_all_rows(bound(head, embed), batch, 4, chunk_rows=5)
     for k in (1, 2, 4):
         walks = hop(rows, batch, spans, [("a", "x"), ("b", "y")], k)
         for walk, (first, length), ranges in zip(walks, [(0, 20), (20, 14)], spans, strict=True):

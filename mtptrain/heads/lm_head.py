@@ -1,0 +1,48 @@
+"""Output projections: the target's frozen one, rows of it, or a head's own.
+
+Legend: R rows, H hidden, V rows of the projection (the whole vocabulary or a part of it).
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mtptrain.target.spec import TargetSpec
+
+
+@dataclass(slots=True)
+class LmHead:
+    """A projection with everything that makes logits of it."""
+
+    weight_VH: Tensor
+    scale: float = 1.0
+    softcap: float | None = None
+    ids_V: Tensor | None = None
+    """Token id of each row, int64 ascending; None: row i is token i."""
+
+    def logits(self, state_RH: Tensor) -> Tensor:
+        """float32 [R, V] = softcap(scale * state @ weight.T); the product is in the weight's dtype."""
+        raw_RV = (state_RH.to(self.weight_VH.dtype) @ self.weight_VH.T).float()
+        if self.scale != 1.0:
+            raw_RV = raw_RV * self.scale
+        return raw_RV if self.softcap is None else self.softcap * (raw_RV / self.softcap).tanh()
+
+    def raw_gradient(self, grad_RV: Tensor, logits_RV: Tensor) -> Tensor:
+        """Gradient with respect to state @ weight.T, given that of the logits."""
+        if self.softcap is not None:
+            grad_RV = grad_RV * (1.0 - (logits_RV / self.softcap).square())
+        return grad_RV * self.scale if self.scale != 1.0 else grad_RV
+
+    def state_gradient(self, raw_RV: Tensor) -> Tensor:
+        """Gradient with respect to the state, float32 [R, H], given `raw_gradient`."""
+        return (raw_RV.to(self.weight_VH.dtype) @ self.weight_VH).float()
+
+    def tokens(self, row_R: Tensor) -> Tensor:
+        """Token ids of rows of the projection."""
+        return row_R if self.ids_V is None else self.ids_V[row_R]
+
+
+def lm_head_of(spec: TargetSpec, lm_head_VH: Tensor, ids_V: Tensor | None = None) -> LmHead:
+    """The target's whole projection, or its rows `ids_V` (a copy)."""
+    weight = lm_head_VH if ids_V is None else lm_head_VH[ids_V]
+    return LmHead(weight.contiguous(), spec.logit_scale, spec.logit_softcap, ids_V)
