@@ -4,7 +4,8 @@ schema      1
 run         name of the run's folder
 target      what the heads draft for, as the first report has it
 heads       {label: {...}}, the longest accepted length first
-  kind, k, measured_by                  `measured_by`: the strongest measurement of the head, whose figures follow
+  kind, k, target                       `target`: hash of its weights, or where the report has none its path
+  measured_by                           the strongest measurement of the head, whose figures follow
   documents, drafts, mean_accepted_length, mean_accepted_length_ci95, tokens_per_target_step, tokens_per_target_step_ci95,
   conditional_accept_rate, by_source    as in report.json; {source: {"documents", "mean_accepted_length", ...}}
   walk                                  "documents", "generated_tokens" and accepted length over all held-out documents

@@ -323,6 +323,13 @@ def test_there_is_none_where_there_is_nothing_to_compare(
     assert "strongest" not in capsys.readouterr().out
 
 
+def test_a_single_run_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "runs/tiny", {"eagle": report_of("eagle", 1.5)})
+    assert sweep("train", tmp_path, monkeypatch, {}, "head=mtp") == 0
+    assert sorted(p.name for p in (tmp_path / "runs/tiny").iterdir()) == ["heads"]
+    assert len(compare_run(tmp_path / "runs/tiny")["heads"]) == 2
+
+
 def test_a_run_that_fails_hides_nothing_and_the_sweep_still_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,6 +126,7 @@ def test_first_figure_has_every_source_of_every_head(full: Page, record: dict[st
     taken = [y for trace in figure["data"] for y in trace["y"]]
     assert len(set(taken)) == len(taken)
     assert len({(t["marker"]["color"], t["marker"]["symbol"]) for t in figure["data"]}) == 6
+    assert [t["marker"]["symbol"] for t in figure["data"]] == ["circle", "square", "diamond", "triangle-up", "circle-open", "circle-open"]
     low, high = figure["layout"]["yaxis"]["range"]
     assert all(low < y < high for y in taken)
 
