@@ -40,20 +40,26 @@ def special_ids(cfg: Config, context: Context) -> set[int]:
 
 
 def draft_vocabulary(cfg: Config, context: Context, store: Store, documents: Sequence[int]) -> Tensor | None:
-    """Ids an eagle3 head may draft, int64 ascending, with their coverage of each source printed; None: all."""
+    """Ids an eagle3 head may draft, int64 ascending; None: all. Printed: their share of each source's tokens, held-out ones apart."""
     size = cfg.head.draft_vocabulary
     if size is None or size >= context.spec.vocab_size:
         return None
     by_source = supervised_counts(store, documents)
     counts = sum(by_source.values(), Counter())
     ids = most_frequent(counts, size, special_ids(cfg, context))
-    shares = ", ".join(f"{source} {covered(of, ids):.1%}" for source, of in sorted(by_source.items()))
+    held_out = supervised_counts(store, store.indices("held_out"))
     print(
-        f"train: the head drafts {len(ids):,} of {context.spec.vocab_size:,} ids ({len(counts):,} occur); of supervised tokens they cover "
-        f"{covered(counts, ids):.1%} ({shares})",
+        f"train: the head drafts {len(ids):,} of {context.spec.vocab_size:,} ids ({len(counts):,} occur); they cover "
+        f"{_shares(by_source, ids)} of supervised tokens, {_shares(held_out, ids)} of held-out ones",
         flush=True,
     )
     return torch.tensor(ids)
+
+
+def _shares(by_source: dict[str, Counter[int]], ids: Sequence[int]) -> str:
+    """Of all tokens, and of each source's."""
+    each = ", ".join(f"{source} {covered(counts, ids):.1%}" for source, counts in sorted(by_source.items()))
+    return f"{covered(sum(by_source.values(), Counter()), ids):.1%} ({each})"
 
 
 def loss_vocabulary(cfg: Config, context: Context, store: Store, documents: Sequence[int]) -> Tensor | None:
@@ -72,4 +78,4 @@ def loss_vocabulary(cfg: Config, context: Context, store: Store, documents: Sequ
 
 def covered(counts: Counter[int], ids: Sequence[int]) -> float:
     """Share of the counted tokens that are among `ids`."""
-    return sum(counts[t] for t in ids) / counts.total()
+    return sum(counts[t] for t in ids) / max(counts.total(), 1)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from mtptrain.config import Config, VllmLayout
+from mtptrain.config import Config, Engine, HeadConfig, HeadKind, VllmLayout
 from mtptrain.engines.process import find_engine
 from mtptrain.errors import UserError
 from mtptrain.files import read_json
@@ -71,7 +71,7 @@ def test_a_shut_gate_keeps_the_candidate_under_a_name_that_says_so(finished: Con
         finished, head=other, validate=dataclasses.replace(finished.validate, min_accepted_length=3.9, batch_sizes=[])
     )
     train.run(strict)
-    with pytest.raises(UserError, match=r"the gate is shut.*below validate\.min_accepted_length=3\.9.*vllm\.rejected"):
+    with pytest.raises(UserError, match=r"the gate is shut.*below validate\.min_accepted_length=3\.9.*\*\.rejected"):
         validate.run(strict)
     assert [p.name for p in strict.export_dir.iterdir() if p.is_dir()] == ["vllm.rejected"]
     assert read_json(strict.export_dir / "vllm.rejected" / "mtptrain.json")["gate"]["open"] is False
@@ -84,18 +84,28 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return make_case(tmp_path_factory.mktemp("serve")).cfg
 
 
-@pytest.mark.parametrize("layout", [VllmLayout.stock, VllmLayout.plugin])
+SERVED = {
+    "mtp, stock": (HeadConfig(), VllmLayout.stock),
+    "mtp, plugin": (HeadConfig(), VllmLayout.plugin),
+    "eagle3, speculators": (HeadConfig(kind=HeadKind.eagle3, draft_vocabulary=120), VllmLayout.speculators),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
 def test_the_printed_command_serves_and_drafts_are_accepted(
-    plain: Config, layout: VllmLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain: Config, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    head, layout = SERVED[name]
+    loss = dataclasses.replace(plain.train.loss, hidden_weight=0.0 if head.kind is HeadKind.eagle3 else 1.0)
     cfg = dataclasses.replace(
         plain,
-        head=dataclasses.replace(plain.head, label=layout.name),
+        head=dataclasses.replace(head, label=layout.name),
+        train=dataclasses.replace(plain.train, loss=loss),
         export=dataclasses.replace(plain.export, vllm=dataclasses.replace(plain.export.vllm, layout=layout)),
         engine=dataclasses.replace(plain.engine, python="none"),
         validate=dataclasses.replace(plain.validate, reference_documents=1),
     )
-    for stage in (train, validate, export):
+    for stage in (precompute, train, validate, export):
         stage.run(cfg)
     printed = re.search(r"serve +(vllm serve .*)", capsys.readouterr().out)
     assert printed is not None
@@ -112,6 +122,28 @@ def test_the_printed_command_serves_and_drafts_are_accepted(
     accepted = re.search(r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} ([\d.e+]+)$", metrics, re.M)
     assert accepted is not None
     assert float(accepted[1]) > 0
+
+
+def test_an_eagle3_head_ends_with_an_export_that_the_engine_proved(plain: Config) -> None:
+    head = HeadConfig(kind=HeadKind.eagle3, draft_vocabulary=120, aux_captures=["after_0", "after_1"], label="proven")
+    cfg = dataclasses.replace(
+        plain,
+        head=head,
+        train=dataclasses.replace(plain.train, loss=dataclasses.replace(plain.train.loss, hidden_weight=0.0)),
+        export=dataclasses.replace(plain.export, engines=[Engine.vllm, Engine.sglang, Engine.trtllm, Engine.hf]),
+    )
+    for stage in (precompute, train, validate, export):
+        stage.run(cfg)
+    report = read_json(cfg.report_dir / "report.json")
+    assert (report["proof"], report["certificate"]["drafted_token_agreement"]) == ("engine", 1.0)
+    assert report["certificate"]["drafted_tokens_compared"] > 0
+    proofs = {f.name: read_json(f / "mtptrain.json")["proof"] for f in cfg.export_dir.iterdir() if f.is_dir()}
+    assert proofs == {"vllm": "engine", "sglang": "contract", "trtllm": "contract", "hf": "contract"}
+    assert '"method": "eagle3"' in report["serve"]
+    again = read_json(cfg.report_dir / "runs" / "head.json")
+    (cfg.report_dir / "manifest.json").unlink()  # as after an interruption: finished engine runs are kept
+    validate.run(cfg)
+    assert read_json(cfg.report_dir / "runs" / "head.json") == again
 
 
 @contextlib.contextmanager
