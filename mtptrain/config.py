@@ -327,11 +327,18 @@ class HeadConfig:
             _require(name.startswith("after_") and name[6:].isdigit(), "head.aux_captures", name, "is not `after_<layer>`")
         layers = [int(name[6:]) for name in aux]
         _require(layers == sorted(set(layers)), "head.aux_captures", aux, "must ascend: engines sort them")
+        _require(len(aux) != 1, "head.aux_captures", aux, "needs two streams at least")
         size = self.draft_vocabulary
         _require(size is None or size >= 2, "head.draft_vocabulary", size, "must be at least 2")
         for key, kinds, usual in _OF_KIND:
             value = getattr(self, key)
-            _require(self.kind in kinds or value == usual, f"head.{key}", value, f"head.kind={self.kind.name} has none")
+            shown = "..." if key == "norms" else value
+            _require(self.kind in kinds or value == usual, f"head.{key}", shown, f"head.kind={self.kind.name} has none")
+        last = self.init is HeadInit.last_layer
+        _require(
+            not last or self.kind is not HeadKind.eagle3, "head.init", "last_layer", "an eagle3 layer reads two states, the target's one"
+        )
+        _require(not last or self.checkpoint is None, "head.init", "last_layer", "head.checkpoint says what training starts from")
         _require(0 < self.init_std <= 10, "head.init_std", self.init_std, "must be in (0, 10]")
         window = self.sliding_window
         _require(window is None or window >= 0, "head.sliding_window", window, "must be >= 0 (0: full attention)")
@@ -498,6 +505,8 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.engines), "export.engines", "[]", "name at least one engine")
+        names = [engine.name for engine in self.engines]
+        _require(len(set(names)) == len(names), "export.engines", names, "names an engine twice")
 
 
 _OURS = {

@@ -65,7 +65,9 @@ def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool
         _held.pop(folder).release()
         return False
     shown = "; ".join(differences[:4]) + (f"; and {len(differences) - 4} more" if len(differences) > 4 else "")
-    raise StaleError(f"{folder} was made from other inputs ({shown}); use on_stale=redo to redo it, or another name=")
+    raise StaleError(
+        f"{folder} was made from other inputs ({shown}); use on_stale=redo to redo it, or another name= (of a head: head.label=)"
+    )
 
 
 def _inputs_of(found: Path) -> dict[str, Any]:

@@ -25,8 +25,12 @@ def read(found: Checkpoint, ends: TargetEnds) -> EagleHead:
     config = _shape(found, ends.spec)
     found.check_copy("embed_tokens.weight", ends.embed_VH, "the target's embeddings")
     found.check_copy("lm_head.weight", ends.lm_head_VH, "the target's lm_head where EAGLE-1 heads draft")
+    tensors = {name: found.weight(name) for name in _expected(config)}
+    if config.fc_bias and not tensors["fc.bias"].any():
+        del tensors["fc.bias"]  # SGLang's class wants one, so heads without carry zeros
+        config.fc_bias = False
     head = EagleHead(config)
-    head.load_state_dict(eagle_parameters({name: found.weight(name) for name in _expected(config)}))
+    head.load_state_dict(eagle_parameters(tensors))
     return head
 
 

@@ -63,6 +63,7 @@ def _eagle3(head: Eagle3Head, spec: TargetSpec, dtype: torch.dtype, rows_DH: Ten
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": None if targets_projection else c.draft_vocab_size,
         "target_hidden_size": spec.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": entering(c.captures),  # for readers that go by layers entered, as vLLM
         "num_aux_hidden_states": len(c.captures),
         "norm_before_fc": c.norm_before_fc,
         "fc_norm": c.fc_norm,

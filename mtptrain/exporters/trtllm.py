@@ -53,6 +53,7 @@ def to_trtllm(head: Any, spec: TargetSpec, dtype: torch.dtype, rows_DH: Tensor |
         "torch_dtype": config["dtype"],
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": spec.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": entering(c.captures),  # for readers that go by layers entered, as vLLM
         "fc_norm": c.fc_norm,
         "norm_output": c.norm_output,
         "eagle_config": {

@@ -106,6 +106,8 @@ def open_checkpoint(cfg: Config, context: Context) -> DraftHead:
     head = import_head(Path(cfg.head.checkpoint).expanduser(), context.ends)
     if (kind := kind_of(head)) is not cfg.head.kind:
         raise UserError(f"head.checkpoint={cfg.head.checkpoint} is of kind {kind.name}; use head={kind.name}")
+    ids = context.spec.vocab_size if head.draft_ids is None else len(head.draft_ids)
+    print(f"head.checkpoint={cfg.head.checkpoint}: its own shape, reads {', '.join(head.captures)}, drafts {ids:,} ids", flush=True)
     return head
 
 

@@ -49,7 +49,7 @@ def run(cfg: Config) -> None:
     drafter = context.bind(trained.head)
     exports = {engine: made(cfg, engine, drafter, context.spec) for engine in cfg.export.engines}
     layout = exports[Engine.vllm].layout if Engine.vllm in exports else None
-    if report["layout"] != layout:
+    if layout is not None and report["layout"] != layout:
         raise UserError(
             f"{cfg.report_dir / REPORT} was measured on the {report['layout']} layout of vLLM, not on {layout}; run "
             "python -m mtptrain.validate (with the same arguments) again"
@@ -74,7 +74,8 @@ def made(cfg: Config, engine: Engine, drafter: Drafter, spec: TargetSpec) -> Wri
     if engine is not Engine.vllm:
         return to_engine(engine, drafter, spec)
     wanted = pick_layout(cfg.export.vllm.layout, drafter.head.config, spec, cfg.engine.tensor_parallel)
-    return to_vllm(drafter.head, spec, wanted, rows_DH=drafter.lm_head.weight_VH, k=cfg.validate.k, target=cfg.target.path)
+    known = cfg.target.path if ":" not in cfg.target.path else str(resolve_target(cfg.target).resolve())  # pypi:... means nothing to vLLM
+    return to_vllm(drafter.head, spec, wanted, rows_DH=drafter.lm_head.weight_VH, k=cfg.validate.k, target=known)
 
 
 def refuse_early(cfg: Config, spec: TargetSpec) -> None:
@@ -94,7 +95,7 @@ def judge(cfg: Config, report: dict[str, Any]) -> bool:
     """Set the report's gate and serving command by the thresholds asked for now; whether that changed it."""
     before = report.get("gate"), report.get("serve")
     report["gate"] = gate(report, *(getattr(cfg.validate, name) for name in THRESHOLDS))
-    servable = report["layout"] is not None and not report["gate"]["reasons"]
+    servable = report["layout"] is not None and Engine.vllm in cfg.export.engines and not report["gate"]["reasons"]
     report["serve"] = None
     if servable:
         folder = cfg.export_dir / folder_name(report, Engine.vllm)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mtptrain.config import Config
 from mtptrain.errors import UserError
-from mtptrain.estimate import Plan, SizeUnknown, Stage, estimate
+from mtptrain.estimate import Plan, SizeUnknown, Stage, estimate, known_spec
 from mtptrain.target.spec import TargetSpec, read_spec
 
 __all__ = ["Plan", "estimate", "refuse_if_it_cannot_fit", "run"]
@@ -19,8 +19,10 @@ _MEASURE_FLOPS = {"cpu": 4e9, "cuda": 4e12}
 
 def run(cfg: Config) -> None:
     """Print the plan; UserError if the disk cannot hold it."""
+    from mtptrain.stages.export import refuse_early
     from mtptrain.target.model import pick_device, pick_dtype, set_threads
 
+    refuse_early(cfg, known_spec(cfg))
     set_threads(cfg.threads)
     device = pick_device(cfg.device)
     plan = estimate(cfg, pick_dtype(cfg.target.dtype, device).itemsize)

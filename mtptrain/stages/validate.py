@@ -18,6 +18,7 @@ from mtptrain.exporters.folder import Written
 from mtptrain.exporters.hf import from_hf
 from mtptrain.exporters.vllm import from_vllm
 from mtptrain.files import read_json, write_folder_atomic
+from mtptrain.heads.build import head_record
 from mtptrain.heads.drafter import Drafter
 from mtptrain.heads.head import DraftHead
 from mtptrain.report.console import print_report
@@ -146,7 +147,7 @@ def _measure(cfg: Config, context: Context, trained: TrainedHead, engine: Engine
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "target": {"path": cfg.target.path, "weights": weights_hash(context.folder), "model_type": context.spec.model_type},
-        "head": {"kind": cfg.head.kind.name, "label": cfg.head_dir.name, "config": as_plain(cfg.head)} | _cost(cfg, context, head),
+        "head": {"kind": cfg.head.kind.name, "label": cfg.head_dir.name, "config": _shape(cfg, head)} | _cost(cfg, context, head),
         "k": options.k,
         "training": trained.results,
         "walk": measure(walks[options.k], options.k),
@@ -180,6 +181,11 @@ def _measure(cfg: Config, context: Context, trained: TrainedHead, engine: Engine
     report["proof"], _ = strongest(report)
     judge(cfg, report)
     return report
+
+
+def _shape(cfg: Config, head: DraftHead) -> dict[str, Any]:
+    """The options it was made by; of a checkpoint's head, whose options they are not, its own shape."""
+    return as_plain(cfg.head) if cfg.head.checkpoint is None else {"checkpoint": cfg.head.checkpoint} | head_record(head)
 
 
 def _cost(cfg: Config, context: Context, head: DraftHead) -> dict[str, Any]:

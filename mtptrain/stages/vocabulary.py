@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mtptrain.config import Config
+from mtptrain.errors import UserError
 from mtptrain.stages.context import Context
 from mtptrain.store.reader import Store
 from mtptrain.target.tokenizer import load_tokenizer, stop_token_ids
@@ -40,13 +41,21 @@ def special_ids(cfg: Config, context: Context) -> set[int]:
 
 
 def draft_vocabulary(cfg: Config, context: Context, store: Store, documents: Sequence[int]) -> Tensor | None:
-    """Ids an eagle3 head may draft, int64 ascending; None: all. Printed: their share of each source's tokens, held-out ones apart."""
+    """Ids an eagle3 head may draft, int64 ascending; None: all. Printed: their share of each source's tokens, held-out ones apart.
+
+    UserError where only special ids fit.
+    """
     size = cfg.head.draft_vocabulary
-    if size is None or size >= context.spec.vocab_size:
+    if size is None:
         return None
     by_source = supervised_counts(store, documents)
     counts = sum(by_source.values(), Counter())
-    ids = most_frequent(counts, size, special_ids(cfg, context))
+    special = special_ids(cfg, context)
+    ids = most_frequent(counts, size, special)
+    if len(ids) == len(special):
+        raise UserError(f"head.draft_vocabulary={size}: leaves no room beside the tokenizer's {len(special)} special ids; ask for more")
+    if len(ids) == context.spec.vocab_size:
+        return None
     held_out = supervised_counts(store, store.indices("held_out"))
     print(
         f"train: the head drafts {len(ids):,} of {context.spec.vocab_size:,} ids ({len(counts):,} occur); they cover "

@@ -67,7 +67,7 @@ def test_the_store_grows_by_what_a_head_needs_and_is_not_made_again(tmp_path: Pa
     assert "heads/mtp/train is complete" in again.stdout  # the first head is not stale
 
 
-@pytest.mark.parametrize("layout", ["hf", "vllm.unproven"])
+@pytest.mark.parametrize("layout", ["hf", "vllm.unproven", "sglang", "trtllm"])
 def test_somebody_elses_head_is_measured_as_it_is(finished: Path, layout: str) -> None:
     """What was exported, read again as a checkpoint of a public layout, accepts what it accepted."""
     folder = head(finished, "eagle3") / "export" / layout

@@ -332,7 +332,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"logit_scale": 0.5}, {"kind": HeadKind.eagle3, "lm_head": OutputProjection.target}, r"logit_scale=0\.5"),
     ({"logit_softcap": 30.0}, {"kind": HeadKind.eagle}, "logit_softcap=30"),
     ({}, {"kind": HeadKind.eagle3, "norm_before_residual": True}, r"head\.norm_before_residual=true: the class adds the un-normed state"),
-    ({}, {"kind": HeadKind.eagle3, "aux_captures": ["after_1"]}, r"head\.aux_captures=after_1"),
     ({}, {"kind": HeadKind.eagle3, "aux_captures": ["after_1", "after_4", "after_7"]}, r"head\.aux_captures=after_7"),
     ({"rope": YARN | {"rope_type": "dynamic"}}, {"kind": HeadKind.eagle}, "rope_type=dynamic"),
     ({"rope": YARN | {"attention_factor": 1.2}}, {"kind": HeadKind.eagle3}, r"rope attention_factor=1\.2"),

@@ -269,7 +269,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"logit_softcap": 30.0}, {"kind": HeadKind.eagle3, "lm_head": OutputProjection.target}, "logit_softcap=30"),
     ({}, {"kind": HeadKind.eagle3, "norm_before_residual": True}, r"head\.norm_before_residual=true: the class adds the un-normed state"),
     ({}, {"kind": HeadKind.eagle3, "norm_before_fc": True, "fc_norm": True}, r"head\.norm_before_fc=true"),
-    ({}, {"kind": HeadKind.eagle3, "aux_captures": ["after_1"]}, r"head\.aux_captures=after_1"),
     ({"rope": YARN | {"rope_type": "dynamic"}}, {"kind": HeadKind.eagle3}, "rope_type=dynamic"),
     (
         {"rope": YARN | {"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [2, 2]}},

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mtptrain.config import Config, HeadConfig, HeadKind, LossConfig, TargetConfig, TrainConfig
 from mtptrain.data.documents import HELD_OUT, TRAIN, Document
+from mtptrain.errors import UserError
 from mtptrain.stages.context import Context, open_context
 from mtptrain.stages.vocabulary import covered, draft_vocabulary, loss_vocabulary, most_frequent, special_ids, supervised_counts
 from mtptrain.store.reader import Store
@@ -84,9 +85,18 @@ def test_fault_12_fewer_distinct_tokens_than_asked_for_give_fewer_ids(store: Sto
     assert set(ids.tolist()) == special_ids(config(context.folder), context) | {100, 101, 102, 103}
 
 
-def test_the_whole_vocabulary_needs_no_map(store: Store, context: Context) -> None:
-    for size in (None, context.spec.vocab_size, 10**6):
-        assert draft_vocabulary(config(context.folder, size), context, store, store.indices("train")) is None
+def test_fault_12_a_size_beyond_the_vocabulary_is_no_other_case(store: Store, context: Context) -> None:
+    documents = store.indices("train")
+    small, large = (draft_vocabulary(config(context.folder, size), context, store, documents) for size in (300, 10**6))
+    assert small is not None
+    assert large is not None
+    assert torch.equal(small, large)
+    assert draft_vocabulary(config(context.folder), context, store, documents) is None
+
+
+def test_a_vocabulary_of_special_ids_alone_is_refused(store: Store, context: Context) -> None:
+    with pytest.raises(UserError, match=r"head\.draft_vocabulary=2: leaves no room"):
+        draft_vocabulary(config(context.folder, 2), context, store, store.indices("train"))
 
 
 def test_a_vocabulary_of_the_loss_alone(store: Store, context: Context) -> None:
