@@ -237,7 +237,7 @@ def poisoned(tmp_path: Path) -> Path:
 def test_fault_14_nan_stored(
     tmp_path: Path, poisoned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], leaks: bool
 ) -> None:
-    """PEERS 14: a document with NaN states is rejected by id, even where an attention mask spreads its NaN over its batch."""
+    """A document with NaN states is rejected by id, even where an attention mask spreads its NaN over its batch."""
     documents = random_documents(LENGTHS, vocab_size=300)
     documents[6].tokens[3] = POISON
     if leaks:
