@@ -182,6 +182,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     key = getattr(cause, "full_key", None)
     if not key:
         return _explain_composition(str(error).splitlines()[0], overrides)
+    key = re.sub(r"\[\d+\]$", "", key)  # an item of a list
     if is_free(key) or (not is_option(key) and not key.startswith("hydra")):
         return unknown_option(_as_typed(key, overrides))
     return _explain_value(key, str(cause).splitlines()[0], overrides)
@@ -219,7 +220,7 @@ def _explain_value(key: str, message: str, overrides: Sequence[str]) -> str:
     shown = key if given is None else f"{key}={given}"
     choices = re.search(r"expected one of \[(.*)\]", message)
     if choices and given:
-        return unknown_name(f"{shown}: no such choice", given, choices.group(1).split(", "))
+        return unknown_name(f"{shown}: no such choice", given.strip("[]"), choices.group(1).split(", "))
     if given and "is not a ListConfig" in message:
         return f"{shown}: takes a list; write {key}=[{given}]"
     return f"{shown}: {message}"

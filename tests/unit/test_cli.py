@@ -61,6 +61,8 @@ MISTAKES = [
         "engine.options={quantization:fp8}",
         "error: engine.options.quantization: a key that is not there yet is added with a plus: +engine.options.quantization=VALUE",
     ),
+    ("export.engines=[foo]", "error: export.engines=[foo]: no such choice; there are: vllm, sglang, trtllm, gguf, hf"),
+    ("export.engines=[hf,hf]", "error: export.engines=['hf', 'hf']: names an engine twice"),
     ("validate.batch_sizes=[1,16,1]", "error: validate.batch_sizes=[1, 16, 1]: names a size twice"),
     ("data.train=[a", "error: data.train=[a: not a valid override"),
     ("--recipe", "error: --recipe: no such flag (see --help); a recipe is given as +recipe=NAME"),
