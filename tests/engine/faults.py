@@ -15,7 +15,8 @@ from mtptrain.exporters.vllm import to_vllm
 from mtptrain.stages.engine_trial import NONE, certify, draft_of
 from tests.engine.case import Case
 
-Tensors, Folder = dict[str, torch.Tensor], dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+Folder = dict[str, Any]
 Fault = Callable[[Folder, Tensors], None]
 
 

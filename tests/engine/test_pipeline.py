@@ -114,7 +114,7 @@ def test_the_printed_command_serves_and_drafts_are_accepted(
     program, *words = shlex.split(printed[1])
     assert program == "vllm"
     with serving([str(Path(engine.python).parent / program), *words], tmp_path / "serve.log") as url:
-        prompt = open_store(cfg).tokens(0)[:23].tolist()  # a training document: the head knows how it goes on
+        prompt = open_store(cfg, []).tokens(0)[:23].tolist()  # a training document: the head knows how it goes on
         asked = {"prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": True, "model": words[1]}
         answer = post(f"{url}/v1/completions", asked)
         assert answer["usage"]["completion_tokens"] == 48
