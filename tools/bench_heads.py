@@ -18,11 +18,11 @@ from mtptrain.exporters.vllm import from_vllm, to_vllm
 from mtptrain.files import write_folder_atomic, write_json
 from mtptrain.heads.head import DraftHead
 from mtptrain.report.measurement import measure
-from mtptrain.sizes import stored_bytes_per_token
 from mtptrain.stages import precompute, prepare, train
 from mtptrain.stages.context import Context, load_trained_head, open_context, open_store
 from mtptrain.stages.engine_trial import NGRAM, NONE, certify, draft_of, run_trials, walks_of
 from mtptrain.stages.train import spread
+from mtptrain.stages.validate import head_cost
 
 _OFF = ["embed", "hidden", "input", "output"]
 HEADS: dict[str, list[str]] = {
@@ -45,21 +45,10 @@ def made(cfg: Config, context: Context) -> tuple[DraftHead, Path, dict[str, Any]
     head, drafter, folder = trained.head, context.bind(trained.head), cfg.head_dir / "bench"
     write_folder_atomic(folder, to_vllm(head, context.spec, VllmLayout.auto, rows_DH=drafter.lm_head.weight_VH).write)
     head.load_state_dict(from_vllm(folder, head))
-    parameters, projection = sum(p.numel() for p in head.parameters()), drafter.lm_head.weight_VH.numel()
-    own = projection if head.lm_head is not None else 0
-    captures = {"final", *head.captures}
-    return (
-        head,
-        folder,
-        {
-            "parameters": parameters,
-            "parameters_per_drafted_token": parameters - own + projection,
-            "store_bytes_per_token": stored_bytes_per_token(cfg.store, len(captures), context.spec),
-            "training_seconds": trained.results["seconds"],
-            "supervised_rows": trained.results["supervised_rows"],
-            "walk": trained.results["best_mean_accepted_length"],
-        },
-    )
+    results = trained.results
+    trained_by = {"training_seconds": results["seconds"], "supervised_rows": results["supervised_rows"]}
+    facts = head_cost(cfg, context, head) | trained_by | {"walk": results["best_mean_accepted_length"]}
+    return head, folder, facts
 
 
 def compare(names: list[str], overrides: list[str]) -> dict[str, Any]:

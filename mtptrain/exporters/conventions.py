@@ -4,7 +4,7 @@ from typing import Any
 
 from mtptrain import __version__
 from mtptrain.exporters.vllm import HeadShape
-from mtptrain.exporters.vllm_eagle import entering
+from mtptrain.exporters.vllm_eagle import entering, leaving
 from mtptrain.heads.eagle import EagleConfig
 from mtptrain.heads.eagle3 import Eagle3Config
 from mtptrain.heads.mtp import MtpConfig
@@ -42,7 +42,7 @@ def _of_head(config: HeadShape, engine: str) -> dict[str, Any]:
         reduced = config.draft_vocab_size < config.vocab_size
         return {
             "captures": config.captures,
-            "layer_ids": {"entering": entering(config.captures), "after": [i - 1 for i in entering(config.captures)]},
+            "layer_ids": {"entering": entering(config.captures), "after": leaving(config.captures)},
             "hidden_input": "streams between layers, un-normed",
             "norm_before_residual": config.norm_before_residual,
             "norm_before_fc": config.norm_before_fc,

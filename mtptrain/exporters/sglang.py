@@ -17,7 +17,7 @@ from mtptrain.exporters.eagle_names import eagle3_tensors, eagle_tensors
 from mtptrain.exporters.folder import Export
 from mtptrain.exporters.llama import llama_config
 from mtptrain.exporters.llama_limits import llama_limits
-from mtptrain.exporters.vllm_eagle import entering
+from mtptrain.exporters.vllm_eagle import entering, leaving
 from mtptrain.heads.eagle import EagleHead
 from mtptrain.heads.eagle3 import Eagle3Config, Eagle3Head
 from mtptrain.heads.mtp import MtpConfig
@@ -70,7 +70,7 @@ def _eagle3(head: Eagle3Head, spec: TargetSpec, dtype: torch.dtype, rows_DH: Ten
         "norm_output": c.norm_output,
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in entering(c.captures)],
+            "eagle_aux_hidden_state_layer_ids": leaving(c.captures),
             "norm_before_fc": c.norm_before_fc,
         },
     }

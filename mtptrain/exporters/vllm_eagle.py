@@ -88,3 +88,8 @@ def to_speculators(
 def entering(captures: list[str]) -> list[int]:
     """vLLM's ids of captures: it names the stream by the layer it enters."""
     return [int(name.removeprefix("after_")) + 1 for name in captures]
+
+
+def leaving(captures: list[str]) -> list[int]:
+    """SGLang's and TensorRT-LLM's ids: of the layer a stream leaves."""
+    return [int(name.removeprefix("after_")) for name in captures]

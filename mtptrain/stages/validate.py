@@ -147,7 +147,7 @@ def _measure(cfg: Config, context: Context, trained: TrainedHead, engine: Engine
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "target": {"path": cfg.target.path, "weights": weights_hash(context.folder), "model_type": context.spec.model_type},
-        "head": {"kind": cfg.head.kind.name, "label": cfg.head_dir.name, "config": _shape(cfg, head)} | _cost(cfg, context, head),
+        "head": {"kind": cfg.head.kind.name, "label": cfg.head_dir.name, "config": _shape(cfg, head)} | head_cost(cfg, context, head),
         "k": options.k,
         "training": trained.results,
         "walk": measure(walks[options.k], options.k),
@@ -188,7 +188,7 @@ def _shape(cfg: Config, head: DraftHead) -> dict[str, Any]:
     return as_plain(cfg.head) if cfg.head.checkpoint is None else {"checkpoint": cfg.head.checkpoint} | head_record(head)
 
 
-def _cost(cfg: Config, context: Context, head: DraftHead) -> dict[str, Any]:
+def head_cost(cfg: Config, context: Context, head: DraftHead) -> dict[str, Any]:
     """What the head takes: weights, those that one drafted token is multiplied with, and the store's bytes of a token for its training."""
     parameters = sum(p.numel() for p in head.parameters())
     projection = context.bind(head).lm_head.weight_VH.numel()
