@@ -218,6 +218,8 @@ def _as_typed(key: str, overrides: Sequence[str]) -> str:
 def _explain_value(key: str, message: str, overrides: Sequence[str]) -> str:
     given = next((text.partition("=")[2] for text in reversed(overrides) if text.partition("=")[0].lstrip("+") == key), None)
     shown = key if given is None else f"{key}={given}"
+    if key == "head.kind" and given and (config_dir("conf") / "head" / f"{given}.yaml").is_file():
+        return f"{shown}: {given} is a kind with options of its own; write head={given}"
     choices = re.search(r"expected one of \[(.*)\]", message)
     if choices and given:
         return unknown_name(f"{shown}: no such choice", given.strip("[]"), choices.group(1).split(", "))
@@ -298,11 +300,9 @@ def _run_hydra(main: Main, args: argparse.Namespace, argv: list[str], shown: lis
             config = distinct_run(to_config(composed), swept)
             _call(main, config)
         except UserError as error:
-            if context.mode is not RunMode.MULTIRUN:
-                shown.append(_tell(error))
-                return
-            shown.append(_tell(error, f"[{' '.join(swept)}] "))
-            raise
+            # not raised: Hydra would print a line of its own, and other runs of a sweep go on
+            shown.append(_tell(error, f"[{' '.join(swept)}] " if swept else ""))
+            return
         if context.mode is RunMode.MULTIRUN:
             swept_well.append(config)
 

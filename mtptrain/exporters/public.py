@@ -55,6 +55,15 @@ def import_head(folder: Path, ends: TargetEnds) -> DraftHead:
     return {"hf": public_hf.read, "eagle": public_eagle.read, "eagle3": public_eagle3.read}[kind](found, ends)
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The files that the head in `folder` is read from, and no other. Raises as `import_head` does where they can't be told."""
+    _config(folder)
+    weights = [WEIGHTS] if (folder / WEIGHTS).exists() else [PICKLE]
+    if weights == [PICKLE] and (folder / INDEX).exists():
+        weights = [INDEX, *sorted(set(_weight_map(folder).values()))]
+    return [folder / file for file in (CONFIG, *weights) if (folder / file).exists()]
+
+
 def _open(folder: Path) -> tuple[str, Checkpoint]:
     """The kind of head, and the checkpoint with SafeAILab's names (`layers.0` of eagle3 as `midlayer`); names and shapes alone are read."""
     config = _config(folder)

@@ -31,6 +31,8 @@ _COUNTS = (
     "max_position_embeddings",
     "vocab_size",
 )
+_NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+"""Counts of which no default is anybody's head."""
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 _REASONS = (
     (r"layers\.[1-9]|^additional_layers\.", "mtptrain's heads have one layer"),
@@ -122,7 +124,9 @@ class Checkpoint:
 
 
 def llama_layer(found: Checkpoint, values: dict[str, Any], spec: TargetSpec, attention_input: int) -> LayerConfig:
-    """The head's layer from the Llama keys `values`. What they leave out is LlamaConfig's default, as for engines.
+    """The head's layer from the Llama keys `values`. What they may leave out is LlamaConfig's default, as for engines.
+
+    `sliding_window` is passed over: no engine's class of these layouts reads it from there.
 
     RoPE and max_position_embeddings are the checkpoint's own. UserError for a head of another target, more than one layer, a quantised
     checkpoint, or a layer that is not Llama's.
@@ -186,6 +190,7 @@ def _check_kind(found: Checkpoint, values: dict[str, Any]) -> None:
     usual: dict[str, tuple[Any, ...]] = {
         "num_hidden_layers": (1, None),
         "hidden_act": ("silu", "swish", None),
+        **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias"), (False, None)),
         "logit_scale": (1, None),
         "parallel_drafting": (False, None),
     }
@@ -202,6 +207,8 @@ def _full(found: Checkpoint, values: dict[str, Any]) -> Any:
     """`values` as a LlamaConfig, numbers checked; a RoPE in the new schema goes before one in the old."""
     given = {key: values[key] for key in (*_COUNTS, *_ROPE, "rms_norm_eps") if values.get(key) is not None}
     for key in _COUNTS:
+        if key in _NEEDED and key not in given:
+            raise found.refuse(f"config.json has no {key}", "fetch the checkpoint again")
         if key in given and not (type(given[key]) is int and 0 < given[key] < 1 << 31):
             raise found.refuse(f"config.json: {key}={given[key]!r} is not a positive whole number", "mend it")
     if given.get("rope_parameters"):

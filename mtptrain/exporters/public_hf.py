@@ -41,7 +41,8 @@ def _checked(found: Checkpoint, spec: TargetSpec) -> DraftHead:
         with torch.device("meta"):
             head = head_from_record(found.config[KEY])
     except UNTRUSTED as e:
-        raise found.refuse(f"config.json: {KEY} describes no head ({e!r})", _MEND) from e
+        why = f"{e} is missing or unknown" if isinstance(e, KeyError) else str(e)
+        raise found.refuse(f"config.json: {KEY} describes no head ({why})", _MEND) from e
     _check_types(found, head.config)
     _check_values(found, head, spec)
     state = head.state_dict()

@@ -3,7 +3,8 @@
 schema      1
 run         name of the run's folder
 target      what the heads draft for, as the first report has it
-heads       {label: {...}}, the longest accepted length first
+comparable  whether all heads draft for one target and were measured on the same documents
+heads       {label: {...}}, the longest accepted length first, by label where they are not comparable
   kind, k, target                       `target`: hash of its weights, or where the report has none its path
   measured_by                           the strongest measurement of the head, whose figures follow
   documents, drafts, mean_accepted_length, mean_accepted_length_ci95, tokens_per_target_step, tokens_per_target_step_ci95,
@@ -32,6 +33,7 @@ from mtptrain.report.wording import count, name_of
 
 COMPARISON = "comparison.json"
 _VERSION = 1
+_MAKE_IT = "run python -m mtptrain.validate (with that head's arguments)"
 _ACCEPTANCE = ("documents", "mean_accepted_length", "mean_accepted_length_ci95", "tokens_per_target_step", "tokens_per_target_step_ci95")
 _COST = ("parameters", "parameters_per_drafted_token", "draft_vocabulary", "captures", "store_bytes_per_token")
 
@@ -41,7 +43,10 @@ def compare_run(folder: Path) -> dict[str, Any]:
     reports: dict[str, dict[str, Any]] = {}
     exports: dict[str, dict[str, str]] = {}
     left_out: list[str] = []
-    for path in sorted(folder.glob(f"heads/*/report/{REPORT}")):
+    for path in sorted(head / "report" / REPORT for head in folder.glob("heads/*") if head.is_dir()):
+        if not path.exists():
+            left_out.append(f"{path.parents[1]} has no report and is left out; {_MAKE_IT}")
+            continue
         label = path.parents[1].name
         try:
             reports[label] = _read_report(path)
@@ -56,12 +61,14 @@ def compare_run(folder: Path) -> dict[str, Any]:
 def comparison(run: str, reports: dict[str, dict[str, Any]], exports: dict[str, dict[str, str]], left_out: list[str]) -> dict[str, Any]:
     """The whole record of `reports`, by head label."""
     found = {label: head_record(report) | {"exports": exports.get(label, {})} for label, report in reports.items()}
-    heads = {label: found[label] for label in sorted(found, key=lambda label: (-(found[label]["mean_accepted_length"] or 0), label))}
+    same = comparable(found)
+    heads = {label: found[label] for label in sorted(found, key=lambda label: (-(found[label]["mean_accepted_length"] or 0) * same, label))}
     with_others = next((label for label in heads if _baselines(reports[label])), None)
     return {
         "schema": _VERSION,
         "run": run,
         "target": next((reports[label].get("target") for label in heads), None),
+        "comparable": same,
         "heads": heads,
         "baselines": {} if with_others is None else _baselines(reports[with_others]),
         "baselines_of": with_others,
@@ -90,6 +97,12 @@ def head_record(report: dict[str, Any]) -> dict[str, Any]:
             "gate_reasons": gate.get("reasons"),
         }
     )
+
+
+def comparable(heads: dict[str, dict[str, Any]]) -> bool:
+    """Whether the heads draft for one target and were measured on the same documents."""
+    seen = [(head["target"], _documents(head)) for head in heads.values()]
+    return all(one == seen[0] for one in seen)
 
 
 def notes(heads: dict[str, dict[str, Any]]) -> list[str]:
@@ -171,7 +184,7 @@ def _baselines(report: dict[str, Any]) -> dict[str, Any]:
 def _read_report(path: Path) -> dict[str, Any]:
     """A report that a comparison can be made of. UserError in one line where it is another schema's or damaged."""
     report = read_json(path)
-    again = f"delete {path.parent} and run python -m mtptrain.validate (with that head's arguments)"
+    again = f"delete {path.parent} and {_MAKE_IT}"
     schema = report.get("schema") if isinstance(report, dict) else None
     if schema != SCHEMA:
         raise UserError(f"{path} has schema {schema}, not {SCHEMA}, and is left out; {again}")

@@ -67,7 +67,8 @@ def acceptance(record: dict[str, Any]) -> Section:
             wide=True,
         ),
     ]
-    lede = "Every head by the strongest measurement of its report, the longest accepted length first."
+    order = "the longest accepted length first" if record["comparable"] else "in order of their names, because they can't be compared"
+    lede = f"Every head by the strongest measurement of its report, {order}."
     return Section("acceptance", "Acceptance", lede, panels, warnings=[*record["notes"], *_beaten(record), *record["left_out"]])
 
 

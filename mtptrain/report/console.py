@@ -42,19 +42,20 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def print_comparison(record: dict[str, Any]) -> None:
-    """The heads of a run, the longest accepted length first, the methods measured beside them, and what speaks against comparing them."""
+    """The heads of a run, the methods measured beside them, and what speaks against comparing them."""
     console = Console()
     console.width = max(console.width, _WIDTH)
+    for note in record["notes"]:
+        console.print(Text(f"note: {visible(note)}"), soft_wrap=True)
     console.print(_compared(record))
     console.print(_cost(record["heads"]))
     if rows := _speed_of(record):
         console.print(_speed_table(rows))
-    for note in record["notes"]:
-        console.print(Text(f"note: {visible(note)}"), soft_wrap=True)
 
 
 def _compared(record: dict[str, Any]) -> Table:
-    table = Table(title=Text(f"heads of {visible(record['run'])}, each by its strongest measurement"))
+    order = "" if record["comparable"] else "; NOT comparable, in order of their names"
+    table = Table(title=Text(f"heads of {visible(record['run'])}, each by its strongest measurement{order}"))
     for column in _COMPARED:
         table.add_column(column, justify="left" if column in _COMPARED[:2] else "right", overflow="fold")
     found = [(label, head["measured_by"], head) for label, head in record["heads"].items()]

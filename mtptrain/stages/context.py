@@ -13,7 +13,7 @@ from mtptrain import __version__, manifest
 from mtptrain.checkpoint import load_checkpoint
 from mtptrain.config import Config
 from mtptrain.errors import UserError
-from mtptrain.exporters.public import captures_in, import_head
+from mtptrain.exporters.public import captures_in, files_of, import_head
 from mtptrain.files import hash_file, hash_json, read_json
 from mtptrain.heads.build import head_from_record, kind_of
 from mtptrain.heads.captures import captures_of
@@ -119,10 +119,9 @@ def trained_head_hash(cfg: Config) -> str:
 
 
 def checkpoint_hash(cfg: Config) -> str:
-    """Content hash of `head.checkpoint`, whatever its layout."""
+    """Content hash of the files that `head.checkpoint` is read from, whatever its layout."""
     assert cfg.head.checkpoint is not None
-    files = sorted(Path(cfg.head.checkpoint).expanduser().iterdir())
-    return hash_json({file.name: hash_file(file) for file in files if file.suffix in (".safetensors", ".bin", ".json")})
+    return hash_json({file.name: hash_file(file) for file in files_of(Path(cfg.head.checkpoint).expanduser())})
 
 
 def versions() -> dict[str, str]:

@@ -49,6 +49,7 @@ MISTAKES = [
     ("trian.steps=1", "error: trian.steps: no such option; near: train.steps"),
     ("head=mpt", "error: head=mpt: no such head; near: mtp"),
     ("head=eagl", "error: head=eagl: no such head; near: eagle, eagle3, eagle3.1"),
+    ("head.kind=eagle3.1", "error: head.kind=eagle3.1: eagle3.1 is a kind with options of its own; write head=eagle3.1"),
     ("head.fc_norm=true", "error: head.fc_norm=True: head.kind=mtp has none"),
     ("heads=mtp", "error: heads: no such option; near: head"),
     ("train.optim.schedule=cosin", "error: train.optim.schedule=cosin: no such choice; near: cosine"),
@@ -170,6 +171,7 @@ def test_every_failing_run_of_a_sweep_is_told(capsys: pytest.CaptureFixture[str]
     assert len(main.configs) == 2
     assert "error: [train.steps=1] disk full\n" in err
     assert "error: [train.steps=2] disk full\n" in err
+    assert "Error executing job" not in err
 
 
 SWEEPS = [

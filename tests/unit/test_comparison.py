@@ -15,6 +15,8 @@ from mtptrain.config import Config
 from mtptrain.errors import UserError
 from mtptrain.files import read_json
 from mtptrain.report.comparison import compare_run, comparison, head_record, notes
+from mtptrain.report.comparison_page import acceptance
+from mtptrain.report.console import print_comparison
 from mtptrain.stages import compare
 from tests.unit.comparison_case import four_heads, report_of, write_export, write_run
 from tests.unit.report_case import minimal_report
@@ -118,8 +120,8 @@ def test_the_strongest_measurement_counts() -> None:
 
 def test_the_longest_comes_first_and_one_that_drafted_nothing_last() -> None:
     reports = four_heads()
-    nothing = minimal_report()
-    nothing["walk"]["overall"]["mean_accepted_length"] = None
+    nothing = report_of("mtp", 1.5)
+    nothing["engine"]["overall"]["mean_accepted_length"] = None
     labels = list(comparison("run", reports | {"a": nothing}, {}, [])["heads"])
     assert labels[:3] == ["eagle3", "mtp", next(label for label in reports if "script" in label)]
     assert labels[3:] == ["eagle", "a"]
@@ -179,6 +181,30 @@ def test_notes(change: Callable[[dict[str, Any]], object], expected: list[str]) 
         assert part in note
 
 
+@pytest.mark.parametrize(
+    ("change", "order"),
+    [
+        (lambda r: None, ["c", "b", "a"]),
+        (lambda r: r.update(k=5), ["c", "b", "a"]),
+        (lambda r: r["walk"]["overall"].update(documents=59), ["a", "b", "c"]),
+        (lambda r: r["target"].update(weights="another"), ["a", "b", "c"]),
+    ],
+)
+def test_heads_are_ranked_only_where_they_can_be_compared(
+    change: Callable[[dict[str, Any]], object], order: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports = {label: copy.deepcopy(report_of("mtp", length)) for label, length in (("b", 1.5), ("a", 1.25), ("c", 1.75))}
+    change(reports["b"])
+    record = comparison("run", reports, {}, [])
+    ranked = order[0] == "c"
+    assert (list(record["heads"]), record["comparable"]) == (order, ranked)
+    print_comparison(record)
+    out = capsys.readouterr().out
+    assert ("NOT comparable" in out) is not ranked
+    assert out.startswith("note: The heads ") is bool(record["notes"])
+    assert ("because they can't be compared" in acceptance(record).lede) is not ranked
+
+
 def test_a_note_names_every_group() -> None:
     (note,) = notes(changed(lambda h: h["walk"].update(documents=59, generated_tokens=1)))
     tokens = report_of("mtp", 1.5)["walk"]["overall"]["generated_tokens"]
@@ -226,7 +252,8 @@ def test_a_run_folder_is_read_whole(tmp_path: Path) -> None:
     assert record["target"] == report_of("mtp", 1.5)["target"]
     assert record["heads"]["mtp"]["exports"] == {"sglang": "contract", "vllm.unproven": "reference"}
     assert record["heads"]["eagle"]["exports"] == {}
-    assert len(record["left_out"]) == 2
+    assert len(record["left_out"]) == 3
+    assert f"{run / 'heads/unfinished'} has no report and is left out; run python -m mtptrain.validate" in record["left_out"][-1]
     for path in damaged:
         assert any(line.startswith(f"{path} is damaged") for line in record["left_out"])
 

@@ -358,6 +358,13 @@ def test_parts_that_a_llama_layer_has_not_are_refused(kind: HeadKind, change: di
         refuse(Engine.sglang, replace(shape, layer=replace(shape.layer, **change)), SPEC)
 
 
+def test_a_head_of_one_stream_is_refused() -> None:
+    shape = head_shape(HeadConfig(kind=HeadKind.eagle3), SPEC)
+    refuse(Engine.sglang, shape, SPEC)
+    with pytest.raises(UserError, match=r"head\.aux_captures=after_2: of one state alone the class takes no fc"):
+        refuse(Engine.sglang, replace(shape, captures=("after_2",)), SPEC)
+
+
 @pytest.mark.parametrize(
     ("target", "head"),
     [

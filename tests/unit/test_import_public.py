@@ -20,7 +20,7 @@ from torch import Tensor
 from mtptrain.config import HeadKind, OutputProjection, VllmLayout
 from mtptrain.errors import UserError
 from mtptrain.exporters.hf import to_hf
-from mtptrain.exporters.public import captures_in, import_head
+from mtptrain.exporters.public import captures_in, files_of, import_head
 from mtptrain.exporters.vllm import to_vllm
 from mtptrain.heads.unroll import Unroll
 from mtptrain.target.ends import TargetEnds
@@ -445,6 +445,11 @@ def test_half_precision_is_widened(tmp_path: Path) -> None:
         ({"parallel_drafting": True}, "parallel_drafting=True"),
         ({"layer_types": ["sliding_attention"]}, "sliding attention"),
         ({"quantization_config": {"quant_method": "gptq"}}, "config.json has quantization_config; quantised checkpoints can't"),
+        ({"attention_bias": True}, "attention_bias=True, mtptrain's head has False"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"qkv_bias": True}, "qkv_bias=True"),
+        ({"hidden_size": None}, "config.json has no hidden_size; fetch the checkpoint again"),
+        ({"num_attention_heads": None}, "config.json has no num_attention_heads"),
         ({"intermediate_size": 25}, "midlayer.mlp.gate_proj.weight is [24, 16], but config.json and target make it [25, 16]"),
         ({"num_key_value_heads": 3}, "4 heads of 4 on 3 key heads"),
         ({"head_dim": 3}, "4 heads of 3"),
@@ -527,6 +532,18 @@ def test_files_that_are_not_there_or_no_head(tmp_path: Path) -> None:
     assert "one tensor under two names" in refused(folder)
 
 
+def test_the_files_of_a_head_are_those_it_is_read_from(tmp_path: Path) -> None:
+    folder = write(tmp_path / "c", eagle3_config(), eagle3_names(eagle3()))
+    for name in ("pytorch_model.bin", "trainer_state.json", "other.safetensors"):
+        (folder / name).write_bytes(b"{}")
+    assert [file.name for file in files_of(folder)] == ["config.json", "model.safetensors"]
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
+    assert [file.name for file in files_of(folder)] == ["config.json", "model.safetensors.index.json", "part.safetensors"]
+    (folder / "model.safetensors.index.json").unlink()
+    assert [file.name for file in files_of(folder)] == ["config.json", "pytorch_model.bin"]
+
+
 class Touch:
     """A pickle that writes a file when it is loaded."""
 
@@ -583,7 +600,7 @@ def test_our_own_export(tmp_path: Path, head: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("kind",), "medusa", "describes no head (KeyError('medusa'))"),
+        (("kind",), "medusa", "describes no head ('medusa' is missing or unknown)"),
         (("layer", "num_heads"), "4", "describes no head"),
         (("layer", "num_heads"), 10**30, "describes no head"),
         (("layer", "num_kv_heads"), 3, "do not fit each other"),
