@@ -66,7 +66,17 @@ def test_a_hang_ends_after_the_timeout_with_everything_it_started(tmp_path: Path
         rows(tmp_path, body, timeout=1.0)
     assert time.monotonic() - began < 20
     pid = json.loads((tmp_path / "job" / "results.jsonl").read_text().splitlines()[0])["pid"]
-    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    while is_running(pid):  # killed already: a busy kernel takes its time to end it
+        assert time.monotonic() - began < 20
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_slow_engine_that_reports_is_not_ended(tmp_path: Path) -> None:
