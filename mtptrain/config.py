@@ -80,6 +80,10 @@ class OutputProjection(Enum):
 
 
 class HeadInit(Enum):
+    auto = "auto"
+    """least_squares; random for an eagle3 head."""
+    least_squares = "least_squares"
+    """The fusing projection is the best linear guess of the target's next state (heads/least_squares.py), the rest is random."""
     random = "random"
     last_layer = "last_layer"
     """Decoder layer and norms start from the target's last layer and final norm."""
@@ -297,7 +301,7 @@ class HeadConfig:
     label: str = ""
     """Name of the head's folder; empty means its kind."""
     norms: NormsConfig = field(default_factory=NormsConfig)
-    init: HeadInit = HeadInit.random
+    init: HeadInit = HeadInit.auto
     init_std: float = 0.02
     attention_bias: bool | None = None
     qk_norm: bool | None = None
@@ -334,6 +338,12 @@ class HeadConfig:
             value = getattr(self, key)
             shown = "..." if key == "norms" else value
             _require(self.kind in kinds or value == usual, f"head.{key}", shown, f"head.kind={self.kind.name} has none")
+        _require(
+            self.init is not HeadInit.least_squares or self.kind is not HeadKind.eagle3,
+            "head.init",
+            "least_squares",
+            "an eagle3 head fuses no embedding with a state",
+        )
         last = self.init is HeadInit.last_layer
         _require(
             not last or self.kind is not HeadKind.eagle3, "head.init", "last_layer", "an eagle3 layer reads two states, the target's one"
@@ -375,6 +385,8 @@ class OptimConfig:
     """AdamW and its schedule."""
 
     lr: float = 1e-3
+    fusion_lr: float | None = None
+    """Rate outside the decoder layer, times `lr`. None: 0.2 where it starts from least squares, which a full rate undoes, else 1."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -391,6 +403,8 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _require(0 < self.lr <= 10, "train.optim.lr", self.lr, "must be in (0, 10]")
+        ratio = self.fusion_lr
+        _require(ratio is None or 0 <= ratio <= 10, "train.optim.fusion_lr", ratio, "must be in [0, 10]")
         _require(0 < self.eps < 1, "train.optim.eps", self.eps, "must be in (0, 1)")
         _require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "train.optim.betas", self.betas, "needs two numbers in [0, 1)"

@@ -43,17 +43,19 @@ class _ChunkedKl(torch.autograd.Function):
         kl_S, overlap_S, match_S = (torch.zeros(len(teacher_S), device=state_SH.device) for _ in range(3))
         for rows in order_S.split(chunk_rows):
             index_U, back_C = torch.unique(teacher_S[rows], return_inverse=True)
-            log_p_CV = lm_head.logits(teacher_TH[index_U]).log_softmax(-1)[back_C]
+            log_p_UV = lm_head.logits(teacher_TH[index_U]).log_softmax(-1)
+            p_UV, choice_U = log_p_UV.exp(), log_p_UV.argmax(-1)
+            negentropy_U = log_p_UV.mul_(p_UV).sum(-1)
             logits_CV = student.logits(state_SH[rows])
-            match_S[rows] = (logits_CV.argmax(-1) == log_p_CV.argmax(-1)).float()
-            log_q_CV = logits_CV.log_softmax(-1)
-            p_CV, q_CV = log_p_CV.exp(), log_q_CV.exp()
-            kl_S[rows] = (p_CV * (log_p_CV - log_q_CV)).sum(-1)
+            match_S[rows] = (logits_CV.argmax(-1) == choice_U[back_C]).float()
+            log_q_CV, p_CV = logits_CV.log_softmax(-1), p_UV[back_C]
+            kl_S[rows] = negentropy_U[back_C] - (p_CV * log_q_CV).sum(-1)
+            q_CV = log_q_CV.exp_()
             overlap_S[rows] = torch.minimum(p_CV, q_CV).sum(-1)
-            raw_CV = student.raw_gradient(q_CV.sub_(p_CV).mul_(weight_S[rows, None]), logits_CV)
-            grad_SH[rows] = student.state_gradient(raw_CV)
+            raw_CV = student.raw_gradient(q_CV.sub_(p_CV), logits_CV)
+            grad_SH[rows] = student.state_gradient(raw_CV) * weight_S[rows, None]
             if grad_VH is not None:
-                grad_VH += raw_CV.T @ state_SH[rows].float()
+                grad_VH += raw_CV.T @ (state_SH[rows].float() * weight_S[rows, None])
         ctx.save_for_backward(grad_SH, *([] if grad_VH is None else [grad_VH]))
         ctx.dtypes = state_SH.dtype, None if projection_VH is None else projection_VH.dtype  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(kl_S, overlap_S, match_S)

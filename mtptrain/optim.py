@@ -1,11 +1,15 @@
 """AdamW and the learning-rate schedule as a pure function of the update."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
 from mtptrain.config import OptimConfig, Schedule
+
+_LAYER = ("layer.", "lm_head.")
+"""Names of a head's decoder layer and of its own output projection; what else it has fuses or norms."""
 
 
 def lr_factor(config: OptimConfig, update: int, total: int) -> float:
@@ -29,13 +33,25 @@ def lr_factor(config: OptimConfig, update: int, total: int) -> float:
 
 
 def build_adamw(config: OptimConfig, module: nn.Module) -> torch.optim.AdamW:
-    """Weight decay on matrices only; parameters in the order of their names."""
+    """Weight decay on matrices only; parameters in the order of their names. A group's `ratio` is its share of the learning rate."""
     named = sorted((n, p) for n, p in module.named_parameters() if p.requires_grad)
-    groups = [
-        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    fusion_lr = 1.0 if config.fusion_lr is None else config.fusion_lr
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p for n, p in named if (p.dim() >= 2) is matrix and n.startswith(_LAYER) is inside],
+            "weight_decay": config.weight_decay if matrix else 0.0,
+            "ratio": 1.0 if inside else fusion_lr,
+        }
+        for inside in (True, False)
+        for matrix in (True, False)
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)
+
+
+def set_lr(optimizer: torch.optim.AdamW, lr: float) -> None:
+    """The learning rate of the next update, each group's its share."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["ratio"]
 
 
 def moments(optimizer: torch.optim.AdamW, module: nn.Module) -> dict[str, torch.Tensor]:

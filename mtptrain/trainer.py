@@ -29,7 +29,7 @@ from mtptrain.heads.head import DraftHead
 from mtptrain.heads.lm_head import LmHead
 from mtptrain.heads.unroll import Unroll, true_token_steps
 from mtptrain.losses import RowStatistics, distillation_kl, hidden_match, step_weights
-from mtptrain.optim import build_adamw, load_moments, lr_factor, moments
+from mtptrain.optim import build_adamw, load_moments, lr_factor, moments, set_lr
 from mtptrain.store.reader import Store
 
 LOG = "log.jsonl"
@@ -142,8 +142,7 @@ class Trainer:
         entries = self.store.entries
         rows = sum(supervised_rows(entries[i].spans) for documents in batches for i in documents)
         factor = lr_factor(self.config.optim, self.progress.update, len(self.updates))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.optim.lr * factor
+        set_lr(self.optimizer, self.config.optim.lr * factor)
         self.optimizer.zero_grad(set_to_none=True)
         total, statistics = 0.0, []
         for number, documents in enumerate(batches):

@@ -1,6 +1,6 @@
 """Which parts of the MTP head pay: trains variants on one store with the same tokens and seed, walks them on its held-out documents.
 
-    python tools/bench_ablation.py runs/smollm2 [--variants mtp no_norms last_layer] [--json FILE] [key=value ...]
+    python tools/bench_ablation.py runs/smollm2 [--variants mtp no_norms random last_layer] [--json FILE] [key=value ...]
 
 The run's own config is the base (RUN/store/config.yaml); `key=value` changes it (for instance train.max_updates=100). Heads are written
 to RUN/heads/ablation-*; a finished variant is reused.
@@ -26,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no_embed_hidden": {"norms": {"embed": False, "hidden": False}},
     "no_input": {"norms": {"input": False}},
     "no_output": {"norms": {"output": False}},
+    "random": {"init": "random"},
     "last_layer": {"init": "last_layer"},
     "last_layer_no_norms": {"init": "last_layer", "norms": _OFF},
 }
@@ -67,7 +68,7 @@ def measure(cfg: Config) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--variants", nargs="+", default=["mtp", "no_norms", "last_layer"], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=["mtp", "no_norms", "random", "last_layer"], choices=list(VARIANTS))
     parser.add_argument("--json", type=Path)
     arguments, overrides = parser.parse_known_args()
     if bad := [o for o in overrides if "=" not in o]:

@@ -40,8 +40,15 @@ class EagleHead(DraftHead):
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layer = DecoderLayer(config.layer)
 
+    @property
+    def fusion(self) -> nn.Linear:
+        return self.fc
+
+    def fused(self, embed_RH: Tensor, hidden_RH: Tensor) -> Tensor:
+        return torch.cat((embed_RH, hidden_RH), dim=-1)
+
     def enter(self, embed_RH: Tensor, hidden_RH: Tensor) -> tuple[Tensor, Tensor]:
-        x_RH = self.fc(torch.cat((embed_RH, hidden_RH), dim=-1))
+        x_RH = self.fc(self.fused(embed_RH, hidden_RH))
         return x_RH, x_RH
 
     def leave(self, x_RH: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,15 @@ class DraftHead(nn.Module):
         """[R, H] from the target's states, one [R, H] a capture."""
         return states["final"]
 
+    @property
+    def fusion(self) -> nn.Linear | None:
+        """The projection that fuses embedding and state; None where a head has none that reads both."""
+        return None
+
+    def fused(self, embed_RH: Tensor, hidden_RH: Tensor) -> Tensor:
+        """What `fusion` reads, [R, F]."""
+        raise NotImplementedError
+
     def enter(self, embed_RH: Tensor, hidden_RH: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 

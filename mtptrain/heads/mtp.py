@@ -57,8 +57,15 @@ class MtpHead(DraftHead):
         self.layer = DecoderLayer(config.layer)
         self.norm = norm_or_identity(size, eps, config.output_norm)
 
+    @property
+    def fusion(self) -> nn.Linear:
+        return self.eh_proj
+
+    def fused(self, embed_RH: Tensor, hidden_RH: Tensor) -> Tensor:
+        return torch.cat((self.enorm(embed_RH), self.hnorm(hidden_RH)), dim=-1)
+
     def enter(self, embed_RH: Tensor, hidden_RH: Tensor) -> tuple[Tensor, Tensor]:
-        x_RH = self.eh_proj(torch.cat((self.enorm(embed_RH), self.hnorm(hidden_RH)), dim=-1))
+        x_RH = self.eh_proj(self.fused(embed_RH, hidden_RH))
         return x_RH, self.layer.input_layernorm(x_RH)
 
     def leave(self, x_RH: Tensor) -> tuple[Tensor, Tensor]:

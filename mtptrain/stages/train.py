@@ -1,18 +1,22 @@
 """The train stage: a head on the store, its best checkpoint chosen by the offline walk on held-out documents."""
 
+import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mtptrain import manifest
-from mtptrain.config import Config, HeadInit
+from mtptrain.batches import load_batch
+from mtptrain.config import Config, HeadInit, TrainConfig
 from mtptrain.config_io import config_yaml
 from mtptrain.errors import UserError
 from mtptrain.files import write_text
 from mtptrain.heads.alignment import supervised_rows
 from mtptrain.heads.build import build_head, init_from_last_layer, init_lm_head
 from mtptrain.heads.head import DraftHead, init_random
+from mtptrain.heads.least_squares import init_least_squares
 from mtptrain.heads.lm_head import LmHead, lm_head_of
 from mtptrain.report.measurement import measure
 from mtptrain.report.tracking import Tracker
@@ -31,6 +35,9 @@ from mtptrain.stages.walk import walk_documents
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import load_last_layer, weights_hash
 from mtptrain.trainer import Progress, Trainer
+
+_FUSION_LR = 0.2
+"""Of `train.optim.lr`, for a fusing projection that starts from least squares: a full rate undoes more of it than it adds."""
 
 
 def run(cfg: Config) -> None:
@@ -58,7 +65,7 @@ def run(cfg: Config) -> None:
     torch.use_deterministic_algorithms(True)
     with Tracker(cfg) as tracker:
         trainer = Trainer(
-            cfg.train,
+            train_config(cfg, head),
             cfg.seed,
             context.bind(head),
             loss_head,
@@ -137,7 +144,27 @@ def initial_head(cfg: Config, context: Context, store: Store, documents: list[in
     init_lm_head(head, context.ends.lm_head_VH)
     if cfg.head.init is HeadInit.last_layer:
         init_from_last_layer(head, context.spec, load_last_layer(context.folder), context.ends.final_norm_H.cpu())
-    return head.to(context.device)
+    head.to(context.device)
+    if from_least_squares(cfg, head):
+        order = random.Random(f"{cfg.seed}/least_squares").sample(documents, len(documents))
+        batches = (load_batch(store, [i], head.captures, 1, context.dtype, context.device) for i in order)
+        init_least_squares(context.bind(head), batches, context.ends.final_norm_H.float() + context.spec.rms_norm_offset)
+    return head
+
+
+def from_least_squares(cfg: Config, head: DraftHead) -> bool:
+    """Whether `head` starts from least squares."""
+    if cfg.head.checkpoint is not None:
+        return False
+    return cfg.head.init is HeadInit.least_squares or (cfg.head.init is HeadInit.auto and head.fusion is not None)
+
+
+def train_config(cfg: Config, head: DraftHead) -> TrainConfig:
+    """`cfg.train` with the learning rate outside the layer that `head` is to have."""
+    optim = cfg.train.optim
+    if optim.fusion_lr is None:
+        optim = replace(optim, fusion_lr=_FUSION_LR if from_least_squares(cfg, head) else 1.0)
+    return replace(cfg.train, optim=optim)
 
 
 def loss_projection(cfg: Config, context: Context, store: Store, documents: list[int], head: DraftHead) -> LmHead:

@@ -54,7 +54,7 @@ def make_config(folder: Path, target: str, head: HeadConfig | None = None, updat
     return Config(
         name="case",
         root=str(folder),
-        threads=2,
+        threads=1,
         target=TargetConfig(path=target, dtype=Dtype.float32),
         data=DataConfig(
             source=DataSource.files,

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 def test_two_ranks_draft_and_capture_what_one_does(tmp_path: Path) -> None:
     case = make_case(tmp_path, "llama")
-    cfg = dataclasses.replace(case.cfg, engine=dataclasses.replace(case.cfg.engine, tensor_parallel=2), threads=1)
+    cfg = dataclasses.replace(case.cfg, engine=dataclasses.replace(case.cfg.engine, tensor_parallel=2))
     engine = require_engine(Config(), "this test")
     folder = tmp_path / "plugin"
     folder.mkdir()

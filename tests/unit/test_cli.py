@@ -225,7 +225,7 @@ def test_heads_of_a_sweep_are_named_by_themselves() -> None:
     assert (eagle3.train.loss.hidden_weight, eagle3.train.loss.vocabulary, eagle3.head.draft_vocabulary) == (0, None, 32000)
     assert newer.head.fc_norm
     assert newer.head.norm_output
-    assert {c.train.optim.lr for c in configs} == {2e-3}  # the recipe's
+    assert {c.train.optim.lr for c in configs} == {1e-3}  # the recipe's
 
 
 def test_the_command_line_has_the_last_word() -> None:

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from mtptrain.config import OptimConfig, Schedule
-from mtptrain.optim import build_adamw, load_moments, lr_factor, moments
+from mtptrain.config import HeadKind, OptimConfig, Schedule
+from mtptrain.optim import build_adamw, load_moments, lr_factor, moments, set_lr
+from tests.unit.heads import small_head, small_spec
 
 
 def test_cosine_with_warmup() -> None:
@@ -58,3 +59,17 @@ def test_only_matrices_decay() -> None:
     module = torch.nn.Linear(2, 2)
     groups = build_adamw(OptimConfig(weight_decay=0.3), module).param_groups
     assert [(len(g["params"]), g["weight_decay"], g["params"][0].dim()) for g in groups] == [(1, 0.3, 2), (1, 0.0, 1)]
+
+
+@pytest.mark.parametrize(("kind", "outside"), [(HeadKind.mtp, {"enorm", "hnorm", "eh_proj", "norm"}), (HeadKind.eagle, {"fc"})])
+def test_what_lies_outside_the_layer_has_its_share_of_the_rate(kind: HeadKind, outside: set[str]) -> None:
+    head = small_head(small_spec(), kind=kind)
+    optimizer = build_adamw(OptimConfig(fusion_lr=0.2), head)
+    set_lr(optimizer, 0.5)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    found = {name: rates[id(p)] for name, p in head.named_parameters()}
+    assert len(found) == len(rates)
+    assert {name.split(".")[0] for name, rate in found.items() if rate == 0.1} == outside
+    assert {rate for name, rate in found.items() if name.startswith("layer.")} == {0.5}
+    set_lr(other := build_adamw(OptimConfig(), head), 0.5)
+    assert {group["lr"] for group in other.param_groups} == {0.5}
