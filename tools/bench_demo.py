@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="run in this new folder and leave it")
     arguments = parser.parse_args()
     if arguments.keep:
+        if arguments.keep.exists():
+            parser.error(f"--keep {arguments.keep}: is there already; name a new folder")
         arguments.keep.mkdir(parents=True)
         found = run_demo(arguments.keep)
     else:

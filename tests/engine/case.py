@@ -1,6 +1,6 @@
 """A random-weight target of some architecture, its own greedy answers, and a head overfitted to them: something an engine can accept."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from mtptrain.config import (
     DataSource,
     Dtype,
     HeadConfig,
+    HeadInit,
     HeadKind,
     LossConfig,
     OptimConfig,
@@ -50,7 +51,7 @@ class Case:
 def make_config(folder: Path, target: str, head: HeadConfig | None = None, updates: int = 60) -> Config:
     prompts = folder / "prompts.json"
     write_json(prompts, [{"id": f"p{i}", "prompt": text} for i, text in enumerate(PROMPTS)])
-    head = head or HeadConfig()
+    head = replace(head or HeadConfig(), init=HeadInit.random)  # learns the answers, but not all of them
     return Config(
         name="case",
         root=str(folder),
