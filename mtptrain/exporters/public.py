@@ -58,10 +58,9 @@ def import_head(folder: Path, ends: TargetEnds) -> DraftHead:
 def files_of(folder: Path) -> list[Path]:
     """The files that the head in `folder` is read from, and no other. Raises as `import_head` does where they can't be told."""
     _config(folder)
-    weights = [WEIGHTS] if (folder / WEIGHTS).exists() else [PICKLE]
-    if weights == [PICKLE] and (folder / INDEX).exists():
-        weights = [INDEX, *sorted(set(_weight_map(folder).values()))]
-    return [folder / file for file in (CONFIG, *weights) if (folder / file).exists()]
+    weights = _weights(folder)
+    shards = sorted(set(_weight_map(folder).values())) if weights == INDEX else []
+    return [folder / file for file in (CONFIG, weights, *shards) if file is not None]
 
 
 def _open(folder: Path) -> tuple[str, Checkpoint]:
@@ -114,18 +113,24 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _weights(folder: Path) -> str | None:
+    """The file the weights are read from, or found by: the first of those that are there."""
+    return next((file for file in (WEIGHTS, INDEX, PICKLE) if (folder / file).exists()), None)
+
+
 def _stored(folder: Path) -> Iterator[Stored]:
     """Every tensor of the checkpoint, its values not read yet."""
-    if (folder / WEIGHTS).exists():
+    weights = _weights(folder)
+    if weights == WEIGHTS:
         yield from _of_safetensors(folder, WEIGHTS)
-    elif (folder / INDEX).exists():
+    elif weights == INDEX:
         weight_map = _weight_map(folder)
         found = {(item.name, file) for file in sorted(set(weight_map.values())) for item in _of_safetensors(folder, file)}
         for name, file in sorted(weight_map.items()):
             if (name, file) not in found:
                 raise refusal(folder, f"{file} lacks {name}, which {INDEX} names", "fetch the checkpoint again")
         yield from (i for file in sorted(set(weight_map.values())) for i in _of_safetensors(folder, file) if weight_map.get(i.name) == file)
-    elif (folder / PICKLE).exists():
+    elif weights == PICKLE:
         yield from _of_pickle(folder)
     else:
         raise refusal(folder, f"there are no weights ({WEIGHTS}, {INDEX} or {PICKLE})", "fetch the checkpoint again")

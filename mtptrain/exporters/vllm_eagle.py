@@ -87,7 +87,7 @@ def to_speculators(
 
 def entering(captures: list[str]) -> list[int]:
     """vLLM's ids of captures: it names the stream by the layer it enters."""
-    return [int(name.removeprefix("after_")) + 1 for name in captures]
+    return [layer + 1 for layer in leaving(captures)]
 
 
 def leaving(captures: list[str]) -> list[int]:
