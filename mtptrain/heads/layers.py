@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -72,9 +73,31 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        return _RmsNormed.apply(x, self.weight, self.eps)
+
+
+class _RmsNormed(torch.autograd.Function):
+    """Keeps its input and a scale a row for backward, where autograd would keep every step of the formula."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight).to(x.dtype)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors  # type: ignore[attr-defined]
+        needs_x, needs_weight, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        grad, normed = grads[0].float(), x.float() * scale
+        grad_x = grad_weight = None
+        if needs_weight:
+            grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        if needs_x:
+            inner = grad * weight
+            grad_x = (inner - normed * (inner * normed).mean(-1, keepdim=True)).mul_(scale).to(x.dtype)
+        return grad_x, grad_weight, None
 
 
 def norm_or_identity(size: int, eps: float, wanted: bool) -> nn.Module:
@@ -149,7 +172,24 @@ class SwiGlu(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x_RH: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x_RH)) * self.up_proj(x_RH))
+        return self.down_proj(_Gated.apply(self.gate_proj(x_RH), self.up_proj(x_RH)))
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) * up; keeps the two for backward and nothing between."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, gate_RI: Tensor, up_RI: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_RI, up_RI)
+        return nn.functional.silu(gate_RI) * up_RI
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate_RI, up_RI = ctx.saved_tensors  # type: ignore[attr-defined]
+        share_RI = torch.sigmoid(gate_RI)
+        silu_RI = gate_RI * share_RI
+        slope_RI = share_RI.add_(silu_RI - silu_RI * share_RI)  # sigmoid + silu (1 - sigmoid)
+        return (grads[0] * up_RI).mul_(slope_RI), grads[0] * silu_RI
 
 
 class DecoderLayer(nn.Module):
@@ -181,7 +221,14 @@ class DecoderLayer(nn.Module):
         return x_RH + self.mlp(self.post_attention_layernorm(x_RH))
 
 
-def attend(
+def attend(*arguments: Any) -> Tensor:
+    """`_attend`, whose scores backward computes again instead of keeping them: they grow with the square of a document's length."""
+    if torch.is_grad_enabled():
+        return checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return _attend(*arguments)
+
+
+def _attend(
     q_RND: Tensor,
     position_R: Tensor,
     prefix: tuple[Tensor, Tensor],
