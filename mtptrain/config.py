@@ -81,9 +81,10 @@ class OutputProjection(Enum):
 
 class HeadInit(Enum):
     auto = "auto"
-    """least_squares; random for an eagle3 head."""
+    """least_squares, unless head.checkpoint says what training starts from."""
     least_squares = "least_squares"
-    """The fusing projection is the best linear guess of the target's next state (heads/least_squares.py), the rest is random."""
+    """The fusing projection is the best linear guess of the target's next state (heads/least_squares.py), the rest is random; an eagle3
+    head looks up what followed its token before, and guesses from that (heads/lookup.py)."""
     random = "random"
     last_layer = "last_layer"
     """Decoder layer and norms start from the target's last layer and final norm."""
@@ -288,6 +289,7 @@ _OF_KIND: list[tuple[str, set[HeadKind], Any]] = [
     ("aux_captures", {HeadKind.eagle3}, []),
     ("draft_vocabulary", {HeadKind.eagle3}, None),
     ("lm_head", {HeadKind.eagle3}, OutputProjection.own),
+    ("num_kv_heads", {HeadKind.eagle3}, None),
     *((key, {HeadKind.eagle3}, False) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")),
 ]
 """Options that only some kinds of head have, and the value that means nothing was asked for."""
@@ -308,6 +310,8 @@ class HeadConfig:
     """mtp: None is as the target has it; EAGLE heads are Llama layers."""
     sliding_window: int | None = None
     """None: the target's own; 0: full attention."""
+    num_kv_heads: int | None = None
+    """eagle3: key/value heads; None: as many as the target has, 0: as many as query heads."""
     fc_bias: bool = False
     """eagle: a bias on the fusing projection."""
     aux_captures: list[str] = field(default_factory=list)
@@ -332,23 +336,22 @@ class HeadConfig:
         layers = [int(name[6:]) for name in aux]
         _require(layers == sorted(set(layers)), "head.aux_captures", aux, "must ascend: engines sort them")
         _require(len(aux) != 1, "head.aux_captures", aux, "needs two streams at least")
+        groups = self.num_kv_heads
+        _require(groups is None or groups >= 0, "head.num_kv_heads", groups, "must be >= 0 (0: as many as query heads)")
         size = self.draft_vocabulary
         _require(size is None or size >= 2, "head.draft_vocabulary", size, "must be at least 2")
         for key, kinds, usual in _OF_KIND:
             value = getattr(self, key)
             shown = "..." if key == "norms" else value
             _require(self.kind in kinds or value == usual, f"head.{key}", shown, f"head.kind={self.kind.name} has none")
+        init = self.init
         _require(
-            self.init is not HeadInit.least_squares or self.kind is not HeadKind.eagle3,
+            init is not HeadInit.last_layer or self.kind is not HeadKind.eagle3,
             "head.init",
-            "least_squares",
-            "an eagle3 head fuses no embedding with a state",
+            "last_layer",
+            "an eagle3 layer reads two states, the target's one",
         )
-        last = self.init is HeadInit.last_layer
-        _require(
-            not last or self.kind is not HeadKind.eagle3, "head.init", "last_layer", "an eagle3 layer reads two states, the target's one"
-        )
-        _require(not last or self.checkpoint is None, "head.init", "last_layer", "head.checkpoint says what training starts from")
+        _require(init is HeadInit.auto or self.checkpoint is None, "head.init", init.name, "head.checkpoint says what training starts from")
         _require(0 < self.init_std <= 10, "head.init_std", self.init_std, "must be in (0, 10]")
         window = self.sliding_window
         _require(window is None or window >= 0, "head.sliding_window", window, "must be >= 0 (0: full attention)")
@@ -386,7 +389,11 @@ class OptimConfig:
 
     lr: float = 1e-3
     fusion_lr: float | None = None
-    """Rate outside the decoder layer, times `lr`. None: 0.2 where it starts from least squares, which a full rate undoes, else 1."""
+    """Rate outside the decoder layer, times `lr`. None: 0.2 where it starts from least squares, which a full rate undoes (0.01 where it
+    reads un-normed streams), else 1."""
+    query_key_lr: float | None = None
+    """Rate of attention's q and k, times `lr`. None: 0.1 where they start as a lookup (heads/lookup.py), which a full rate blurs,
+    else 1."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -403,8 +410,9 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _require(0 < self.lr <= 10, "train.optim.lr", self.lr, "must be in (0, 10]")
-        ratio = self.fusion_lr
-        _require(ratio is None or 0 <= ratio <= 10, "train.optim.fusion_lr", ratio, "must be in [0, 10]")
+        for key in ("fusion_lr", "query_key_lr"):
+            ratio = getattr(self, key)
+            _require(ratio is None or 0 <= ratio <= 10, f"train.optim.{key}", ratio, "must be in [0, 10]")
         _require(0 < self.eps < 1, "train.optim.eps", self.eps, "must be in (0, 1)")
         _require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "train.optim.betas", self.betas, "needs two numbers in [0, 1)"

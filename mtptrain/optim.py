@@ -10,6 +10,7 @@ from mtptrain.config import OptimConfig, Schedule
 
 _LAYER = ("layer.", "lm_head.")
 """Names of a head's decoder layer and of its own output projection; what else it has fuses or norms."""
+_QUERY_KEY = ("layer.self_attn.q_", "layer.self_attn.k_")
 
 
 def lr_factor(config: OptimConfig, update: int, total: int) -> float:
@@ -36,13 +37,20 @@ def build_adamw(config: OptimConfig, module: nn.Module) -> torch.optim.AdamW:
     """Weight decay on matrices only; parameters in the order of their names. A group's `ratio` is its share of the learning rate."""
     named = sorted((n, p) for n, p in module.named_parameters() if p.requires_grad)
     fusion_lr = 1.0 if config.fusion_lr is None else config.fusion_lr
+    query_key_lr = 1.0 if config.query_key_lr is None else config.query_key_lr
+
+    def ratio(name: str) -> float:
+        if name.startswith(_QUERY_KEY):
+            return query_key_lr
+        return 1.0 if name.startswith(_LAYER) else fusion_lr
+
     groups: list[dict[str, Any]] = [
         {
-            "params": [p for n, p in named if (p.dim() >= 2) is matrix and n.startswith(_LAYER) is inside],
+            "params": [p for n, p in named if (p.dim() >= 2) is matrix and ratio(n) == share],
             "weight_decay": config.weight_decay if matrix else 0.0,
-            "ratio": 1.0 if inside else fusion_lr,
+            "ratio": share,
         }
-        for inside in (True, False)
+        for share in dict.fromkeys((1.0, fusion_lr, query_key_lr))
         for matrix in (True, False)
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)

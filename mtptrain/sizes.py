@@ -1,7 +1,9 @@
 """Closed forms: parameters of targets and heads, bytes of a stored token, work of a forward. Nothing here reads a weight."""
 
+from dataclasses import replace
+
 from mtptrain.config import HeadConfig, HeadKind, OutputProjection, StoreConfig
-from mtptrain.heads.captures import eagle3_captures
+from mtptrain.heads.captures import eagle3_captures, eagle3_kv_heads
 from mtptrain.target.spec import TargetSpec
 
 TOKEN_BYTES = 5
@@ -51,7 +53,9 @@ def head_parameters(head: HeadConfig, spec: TargetSpec) -> int:
     if head.kind is HeadKind.eagle:
         return 2 * size**2 + (size if head.fc_bias else 0) + layer + size
     streams = len(eagle3_captures(head, spec))
-    wider = size * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    own = replace(spec, num_kv_heads=eagle3_kv_heads(head, spec))
+    layer = attention_parameters(own, bias=False, qk_norm=False) + mlp_parameters(spec)
+    wider = size * (own.num_heads + 2 * own.num_kv_heads) * spec.head_dim
     norms = (4 + streams * (head.norm_before_fc + head.fc_norm)) * size
     return streams * size**2 + layer + wider + norms + own_projection_parameters(head, spec)
 

@@ -1,6 +1,6 @@
 """Heads side by side: trained on one store with the same tokens and seed, then drafting in one real vLLM for the same prompts.
 
-    python tools/bench_heads.py +recipe=smollm2 name=heads [--heads mtp no_norms eagle eagle3 eagle3.1] [--json FILE] [key=value ...]
+    python tools/bench_heads.py +recipe=smollm2 name=heads [--heads mtp no_norms eagle eagle3 eagle3.1 lookup] [--json FILE] [key=value ...]
 
 Stages that are complete in runs/NAME are reused. Prints, for each head, the engine's accepted length by source, whether the engine drafted
 what the reference head drafts, weights of a drafted token, bytes of a stored token, and training seconds; n-gram lookup beside them.
@@ -31,6 +31,7 @@ HEADS: dict[str, list[str]] = {
     "eagle": ["head=eagle"],
     "eagle3": ["head=eagle3"],
     "eagle3.1": ["head=eagle3.1"],
+    "lookup": ["head=lookup"],
 }
 
 

@@ -1,4 +1,4 @@
-"""Which of the target's states a head reads. Nothing heavy is imported: plan asks this too."""
+"""Which of the target's states a head reads, and its key/value heads. Nothing heavy is imported: plan asks this too."""
 
 from mtptrain.config import HeadConfig, HeadKind
 from mtptrain.errors import UserError
@@ -21,6 +21,16 @@ def eagle3_captures(head: HeadConfig, spec: TargetSpec) -> list[str]:
     if int(captures[-1].removeprefix("after_")) >= spec.num_layers:
         raise UserError(f"head.aux_captures={captures[-1]}: the target's last layer is after_{spec.num_layers - 1}")
     return list(captures)
+
+
+def eagle3_kv_heads(head: HeadConfig, spec: TargetSpec) -> int:
+    """UserError where the target's query heads cannot share them evenly."""
+    if head.num_kv_heads is None:
+        return spec.num_kv_heads
+    count = head.num_kv_heads or spec.num_heads
+    if spec.num_heads % count:
+        raise UserError(f"head.num_kv_heads={count}: the target's {spec.num_heads} query heads cannot share them evenly")
+    return count
 
 
 def captures_of(head: HeadConfig, spec: TargetSpec) -> list[str]:

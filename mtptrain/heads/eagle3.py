@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mtptrain.config import HeadConfig, OutputProjection
-from mtptrain.heads.captures import eagle3_captures
+from mtptrain.heads.captures import eagle3_captures, eagle3_kv_heads
 from mtptrain.heads.head import DraftHead
 from mtptrain.heads.layers import DecoderLayer, LayerConfig, RmsNorm, llama_layer_config
 from mtptrain.target.spec import TargetSpec
@@ -43,8 +43,9 @@ class Eagle3Config:
 
 
 def eagle3_config(head: HeadConfig, spec: TargetSpec, draft_vocab_size: int) -> Eagle3Config:
+    kv_heads = eagle3_kv_heads(head, spec)
     return Eagle3Config(
-        layer=llama_layer_config(spec, head, input_norm=False, attention_input=2 * spec.hidden_size),
+        layer=llama_layer_config(spec, head, input_norm=False, attention_input=2 * spec.hidden_size, num_kv_heads=kv_heads),
         captures=eagle3_captures(head, spec),
         vocab_size=spec.vocab_size,
         draft_vocab_size=draft_vocab_size,
@@ -75,13 +76,17 @@ class Eagle3Head(DraftHead):
         if config.draft_vocab_size < config.vocab_size:
             self.draft_ids = torch.arange(config.draft_vocab_size)
 
-    def feature(self, states: Mapping[str, Tensor]) -> Tensor:
+    def streams(self, states: Mapping[str, Tensor]) -> Tensor:
+        """What `fc` reads, [R, F]."""
         streams = [states[name] for name in self.captures]
         if self.input_norm is not None:
             streams = list(self.input_norm(torch.cat(streams, dim=-1)).chunk(len(streams), dim=-1))
         if self.fc_norms:
             streams = [norm(stream) for norm, stream in zip(self.fc_norms, streams, strict=True)]
-        return self.fc(torch.cat(streams, dim=-1))
+        return torch.cat(streams, dim=-1)
+
+    def feature(self, states: Mapping[str, Tensor]) -> Tensor:
+        return self.fc(self.streams(states))
 
     def enter(self, embed_RH: Tensor, hidden_RH: Tensor) -> tuple[Tensor, Tensor]:
         normed_RH = self.hidden_norm(hidden_RH)

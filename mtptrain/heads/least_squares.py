@@ -29,11 +29,10 @@ def init_least_squares(drafter: Drafter, batches: Iterable[Batch], final_norm_H:
     """Set the head's fusing projection, output norm, and the outputs of attention and MLP. Returns the number of rows it took.
 
     `batches` are aligned for one step at least; `final_norm_H`: the factors of the target's final norm (1 + w where it has that form).
-    UserError without rows, or for a head without a fusing projection of embedding and state.
+    UserError without rows.
     """
     head = drafter.head
-    if head.fusion is None:
-        raise UserError("head.init=least_squares: this head fuses no embedding with a state; use head.init=random")
+    assert head.fusion is not None, "lookup.py is for heads that fuse no embedding with a state"
     normed = isinstance(getattr(head, "norm", None), RmsNorm)
     factor_H = final_norm_H.float() if normed else torch.ones_like(final_norm_H, dtype=torch.float32)
     inverse_H = torch.where(factor_H.abs() > 1e-3 * factor_H.abs().max(), 1.0 / factor_H, torch.zeros_like(factor_H))

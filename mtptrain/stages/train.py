@@ -2,22 +2,25 @@
 
 import random
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mtptrain import manifest
-from mtptrain.batches import load_batch
-from mtptrain.config import Config, HeadInit, TrainConfig
+from mtptrain.batches import Batch, load_batch
+from mtptrain.config import Config, HeadInit, HeadKind, TrainConfig
 from mtptrain.config_io import config_yaml
 from mtptrain.errors import UserError
 from mtptrain.files import write_text
 from mtptrain.heads.alignment import supervised_rows
 from mtptrain.heads.build import build_head, init_from_last_layer, init_lm_head
+from mtptrain.heads.eagle3 import Eagle3Head
 from mtptrain.heads.head import DraftHead, init_random
 from mtptrain.heads.least_squares import init_least_squares
 from mtptrain.heads.lm_head import LmHead, lm_head_of
+from mtptrain.heads.lookup import init_lookup
 from mtptrain.report.measurement import measure
 from mtptrain.report.tracking import Tracker
 from mtptrain.stages.context import (
@@ -38,6 +41,10 @@ from mtptrain.trainer import Progress, Trainer
 
 _FUSION_LR = 0.2
 """Of `train.optim.lr`, for a fusing projection that starts from least squares: a full rate undoes more of it than it adds."""
+_RAW_FUSION_LR = 0.01
+"""The same, where it reads un-normed streams: some of their channels are hundreds of times larger than the others."""
+_QUERY_KEY_LR = 0.1
+"""The same, for queries and keys that start as a lookup."""
 
 
 def run(cfg: Config) -> None:
@@ -61,22 +68,8 @@ def run(cfg: Config) -> None:
         walks, _ = walk_documents(trained, context, store, held_out, [cfg.validate.k])
         return measure(walks[cfg.validate.k], cfg.validate.k)["overall"]
 
-    loss_head = loss_projection(cfg, context, store, documents, head)
-    torch.use_deterministic_algorithms(True)
     with Tracker(cfg) as tracker:
-        trainer = Trainer(
-            train_config(cfg, head),
-            cfg.seed,
-            context.bind(head),
-            loss_head,
-            store,
-            documents,
-            cfg.train_dir,
-            context.dtype,
-            context.device,
-            evaluate,
-            tracker.log,
-        )
+        trainer = make_trainer(cfg, context, store, head, evaluate, tracker.log)
         _print_start(cfg, head, store, documents, len(trainer.updates))
         began = time.monotonic()
         progress = trainer.run()
@@ -135,6 +128,32 @@ def spread(items: list[int], count: int) -> list[int]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
+def make_trainer(
+    cfg: Config,
+    context: Context,
+    store: Store,
+    head: DraftHead,
+    evaluate: Callable[[DraftHead], dict[str, Any]],
+    on_log: Callable[[dict[str, Any]], None],
+) -> Trainer:
+    """The trainer of `head` on the store's training documents, in `cfg.train_dir`."""
+    documents = training_documents(store)
+    torch.use_deterministic_algorithms(True)
+    return Trainer(
+        train_config(cfg),
+        cfg.seed,
+        context.bind(head),
+        loss_projection(cfg, context, store, documents, head),
+        store,
+        documents,
+        cfg.train_dir,
+        context.dtype,
+        context.device,
+        evaluate,
+        on_log,
+    )
+
+
 def initial_head(cfg: Config, context: Context, store: Store, documents: list[int]) -> DraftHead:
     """The head before its first update: from `head.checkpoint`, else as `head.init` says."""
     if cfg.head.checkpoint is not None:
@@ -145,25 +164,35 @@ def initial_head(cfg: Config, context: Context, store: Store, documents: list[in
     if cfg.head.init is HeadInit.last_layer:
         init_from_last_layer(head, context.spec, load_last_layer(context.folder), context.ends.final_norm_H.cpu())
     head.to(context.device)
-    if from_least_squares(cfg, head):
+    if from_least_squares(cfg):
         order = random.Random(f"{cfg.seed}/least_squares").sample(documents, len(documents))
-        batches = (load_batch(store, [i], head.captures, 1, context.dtype, context.device) for i in order)
-        init_least_squares(context.bind(head), batches, context.ends.final_norm_H.float() + context.spec.rms_norm_offset)
+        norm_H = context.ends.final_norm_H.float() + context.spec.rms_norm_offset
+
+        def batches() -> Iterator[Batch]:
+            return (load_batch(store, [i], head.captures, 1, context.dtype, context.device) for i in order)
+
+        if isinstance(head, Eagle3Head):
+            with torch.autocast(context.device.type, torch.bfloat16, enabled=context.dtype == torch.bfloat16):
+                init_lookup(context.bind(head), batches, norm_H, cfg.seed)
+        else:
+            init_least_squares(context.bind(head), batches(), norm_H)
     return head
 
 
-def from_least_squares(cfg: Config, head: DraftHead) -> bool:
-    """Whether `head` starts from least squares."""
-    if cfg.head.checkpoint is not None:
-        return False
-    return cfg.head.init is HeadInit.least_squares or (cfg.head.init is HeadInit.auto and head.fusion is not None)
+def from_least_squares(cfg: Config) -> bool:
+    """Whether the head starts from least squares."""
+    return cfg.head.checkpoint is None and cfg.head.init in (HeadInit.auto, HeadInit.least_squares)
 
 
-def train_config(cfg: Config, head: DraftHead) -> TrainConfig:
-    """`cfg.train` with the learning rate outside the layer that `head` is to have."""
-    optim = cfg.train.optim
+def train_config(cfg: Config) -> TrainConfig:
+    """`cfg.train` with the shares of the learning rate that the head's first weights ask for."""
+    optim, head, solved = cfg.train.optim, cfg.head, from_least_squares(cfg)
+    raw = head.kind is HeadKind.eagle3 and not (head.fc_norm or head.norm_before_fc)
     if optim.fusion_lr is None:
-        optim = replace(optim, fusion_lr=_FUSION_LR if from_least_squares(cfg, head) else 1.0)
+        solved_lr = _RAW_FUSION_LR if raw else _FUSION_LR
+        optim = replace(optim, fusion_lr=solved_lr if solved else 1.0)
+    if optim.query_key_lr is None:
+        optim = replace(optim, query_key_lr=_QUERY_KEY_LR if solved and head.kind is HeadKind.eagle3 else 1.0)
     return replace(cfg.train, optim=optim)
 
 

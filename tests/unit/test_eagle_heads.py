@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtptrain.config import Config, HeadConfig, HeadKind, LossConfig, OutputProjection, TrainConfig
+from mtptrain.config import Config, HeadConfig, HeadInit, HeadKind, LossConfig, OutputProjection, TrainConfig
 from mtptrain.decoding.expected import acceptance_of_rows
 from mtptrain.decoding.walk import draft_all_rows, hop
 from mtptrain.errors import UserError
@@ -197,6 +197,9 @@ def test_last_layer_initialisation_fits_an_eagle_layer_and_no_eagle3_layer() -> 
         ({"kind": HeadKind.eagle3, "fc_bias": True}, r"head\.fc_bias=True: head\.kind=eagle3 has none"),
         ({"kind": HeadKind.eagle3, "qk_norm": True}, r"head\.qk_norm=True: head\.kind=eagle3 has none"),
         ({"draft_vocabulary": 100}, r"head\.draft_vocabulary=100: head\.kind=mtp has none"),
+        ({"num_kv_heads": 0}, r"head\.num_kv_heads=0: head\.kind=mtp has none"),
+        ({"kind": HeadKind.eagle3, "num_kv_heads": -1}, r"head\.num_kv_heads=-1: must be >= 0"),
+        ({"init": HeadInit.least_squares, "checkpoint": "x"}, r"head\.init=least_squares: head\.checkpoint says what training starts from"),
         ({"kind": HeadKind.eagle3, "aux_captures": ["after_2", "after_1"]}, r"head\.aux_captures=.*must ascend"),
         ({"kind": HeadKind.eagle3, "aux_captures": ["final"]}, r"head\.aux_captures=final: is not `after_<layer>`"),
     ],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtptrain.batches import Batch
-from mtptrain.config import HeadConfig, HeadInit, HeadKind, NormsConfig
+from mtptrain.config import HeadKind, NormsConfig
 from mtptrain.errors import UserError
 from mtptrain.heads import least_squares
 from mtptrain.heads.least_squares import init_least_squares
@@ -101,10 +101,6 @@ def test_rows_beyond_what_the_inputs_need_are_not_read(monkeypatch: pytest.Monke
     assert read == [0]  # 2 * 2 * HIDDEN rows are enough
 
 
-def test_without_rows_or_a_projection_it_is_one_line() -> None:
+def test_without_rows_it_is_one_line() -> None:
     with pytest.raises(UserError, match="no row to fit"):
         init_least_squares(bound(small_head(small_spec())), [small_batch([8], [[]], 1)], NORM)
-    with pytest.raises(UserError, match="fuses no embedding with a state"):
-        init_least_squares(bound(small_head(small_spec(num_layers=8), kind=HeadKind.eagle3)), [], NORM)
-    with pytest.raises(UserError, match=r"head\.init=least_squares: an eagle3 head fuses"):
-        HeadConfig(kind=HeadKind.eagle3, init=HeadInit.least_squares)

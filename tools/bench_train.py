@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Training throughput: supervised tokens a second, against the rival's trainer on the same responses, and against the machine's floor.
+
+    python tools/bench_train.py [--rival RIVAL/bin/python] [--vocabularies full 8192] [--rounds N] [--json FILE] [key=value ...]
+
+Sides take turns, each in a process of its own with the same threads. `eagle3` has the rival's architecture: fc over three streams, an
+output projection of its own, trained; `mtp` is mtptrain's default head. The floor is the matrix products that the rows of an update must
+do (closed form below) at the rate measured on the spot. Without --rival only ours are measured.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench import SMALL, apart, prepare_store, save
+from rival import Rival, rate, streams
+
+from mtptrain.cli import compose
+from mtptrain.config import Config
+from mtptrain.heads.alignment import Alignment, align, pack_alignments
+from mtptrain.heads.head import DraftHead
+from mtptrain.stages.context import open_context, open_store
+from mtptrain.stages.plan import measure_flops_per_second
+from mtptrain.stages.train import initial_head, loss_projection, make_trainer, training_documents
+from mtptrain.store.reader import Store
+from mtptrain.target.resolve import resolve_target
+from mtptrain.target.spec import read_spec
+
+_WARM = 2
+"""Updates that do not count."""
+
+
+def floor_flops(head: DraftHead, rows: Alignment, vocabulary: int) -> float:
+    """FLOPs of the matrix products that one update of these rows cannot do without: 2 a multiplication.
+
+    A weight costs a forward and two backward products a row, one backward where its input needs no gradient. Step-0 rows go through the
+    fusing projection, k and v; rows that draft also through q, o and the MLP; later steps through all. Vocabulary: the draft's logits and
+    their gradient a drafted row (two gradients for a projection that is trained), the teacher's logits once a state. Attention: a row's
+    products with the keys before it, forward and twice back.
+    """
+    layer = head.layer
+    shape = layer.config
+    fuse = sum(p.numel() for n, p in head.named_parameters() if p.dim() == 2 and not n.startswith(("layer.", "lm_head.")))
+    keys = sum(m.weight.numel() for m in (layer.self_attn.k_proj, layer.self_attn.v_proj))
+    drafts = sum(p.numel() for n, p in layer.named_parameters() if p.dim() == 2) - keys
+    alive = rows.valid_RK.sum(0).tolist()
+    total = 4.0 * fuse * len(rows.row_R) + 6.0 * keys * len(rows.row_R) + 6.0 * drafts * sum(alive)
+    total += 6.0 * (keys + (fuse if head.fusion is not None else 0)) * sum(alive[1:])
+    backward = 2.0 if head.lm_head is not None else 1.0
+    total += 2.0 * vocabulary * shape.hidden_size * ((1 + backward) * sum(alive) + len(rows.teacher_RK[rows.valid_RK].unique()))
+    seen = sum(int((rows.position_R[rows.valid_RK[:, k]] + 1 + k).sum()) for k in range(len(alive)))
+    return total + 12.0 * shape.num_heads * shape.head_dim * seen
+
+
+def _rows(store: Store, documents: list[int], steps: int) -> Alignment:
+    entries = [store.entries[i] for i in documents]
+    return pack_alignments([align(e.length, e.spans, steps) for e in entries], [e.length for e in entries])
+
+
+def ours(overrides: list[str], updates: int) -> dict[str, Any]:
+    """Some updates of our trainer: supervised rows a second, and seconds over the floor's."""
+    cfg = compose(overrides)[0]
+    context = open_context(cfg)
+    store = open_store(cfg, streams(context.spec.num_layers)[:3])
+    documents = training_documents(store)
+    head = initial_head(cfg, context, store, documents)
+    vocabulary = len(loss_projection(cfg, context, store, documents, head).weight_VH)
+    trainer = make_trainer(cfg, context, store, head, lambda _: {"mean_accepted_length": 0.0}, lambda _: None)
+    seconds, rows, flops = [], [], []
+    rates = [_matrix_rate(cfg, cfg.train.loss.chunk_rows)]
+    for number in range(_WARM + updates):
+        batches = trainer.updates[number % len(trainer.updates)]
+        before, began = trainer.progress.supervised, time.perf_counter()
+        trainer.update(batches)
+        if number >= _WARM:
+            seconds.append(time.perf_counter() - began)
+            rows.append(trainer.progress.supervised - before)
+            flops.append(sum(floor_flops(head, _rows(store, batch, cfg.train.steps), vocabulary) for batch in batches))
+    rates.append(_matrix_rate(cfg, cfg.train.loss.chunk_rows))
+    floor_s = sum(flops) / max(rates)
+    return {
+        "supervised_per_second": sum(rows) / sum(seconds),
+        "update_seconds": statistics.mean(seconds),
+        "gflop_per_row": sum(flops) / sum(rows) / 1e9,
+        "matrix_gflop_per_second": max(rates) / 1e9,
+        "share_of_floor": floor_s / sum(seconds),
+        "vocabulary": vocabulary,
+    }
+
+
+def _matrix_rate(cfg: Config, rows: int) -> float:
+    return measure_flops_per_second(cfg, read_spec(resolve_target(cfg.target)), rows)
+
+
+def sides(vocabulary: int | None) -> dict[str, list[str]]:
+    size = "null" if vocabulary is None else str(vocabulary)
+    return {
+        "eagle3": ["head=eagle3", f"head.draft_vocabulary={size}", "train.loss.hidden_weight=0", "train.loss.vocabulary=null"],
+        "mtp": ["head=mtp", f"train.loss.vocabulary={size}"],
+    }
+
+
+def compare(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    cfg = compose(overrides)[0]
+    spec = read_spec(resolve_target(cfg.target))
+    wanted = [*overrides, f"precompute.captures=[final,{','.join(streams(spec.num_layers))}]"]
+    store = Store.open(Path(apart(prepare_store, wanted)["store"]), streams(spec.num_layers))
+    rival = None
+    if arguments.rival:
+        threads = cfg.threads or torch.get_num_threads()
+        rival = Rival(arguments.rival, cfg.run_dir / "rival", resolve_target(cfg.target), threads)
+        rival.prepare(store, spec.num_layers)
+    found: dict[str, Any] = {}
+    for size in arguments.vocabularies:
+        vocabulary = None if size == "full" else int(size)
+        runs: dict[str, list[dict[str, Any]]] = {}
+        for _ in range(arguments.rounds):
+            for name, changes in sides(vocabulary).items():
+                runs.setdefault(name, []).append(apart(ours, [*wanted, *changes], arguments.updates))
+            if rival is not None:
+                report = rival.train(f"train-{size}", vocabulary, arguments.rival_steps)
+                report["supervised_per_second"] = rate(report, _WARM)
+                runs.setdefault("rival", []).append({k: report[k] for k in ("supervised_per_second", "peak_bytes")})
+        found[size] = {name: _middle(several) for name, several in runs.items()}
+        for row in found[size].values():
+            if "rival" in found[size]:
+                row["ratio"] = row["supervised_per_second"] / found[size]["rival"]["supervised_per_second"]
+    return found
+
+
+def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each figure, and the largest memory."""
+    row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    return row | {"peak_bytes": max(run["peak_bytes"] for run in runs)}
+
+
+def show(found: dict[str, Any]) -> None:
+    print("\n| vocabulary | side | supervised tokens/s | times the rival's | GFLOP a row (floor) | share of the floor | peak memory |")
+    print("|---|---|---|---|---|---|---|")
+    for size, rows in found.items():
+        for name, row in rows.items():
+            ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
+            floor = f"{row['gflop_per_row']:.3f} | {100 * row['share_of_floor']:.0f} %" if "share_of_floor" in row else "- | -"
+            print(f"| {size} | {name} | {row['supervised_per_second']:.0f} | {ratio} | {floor} | {row['peak_bytes'] / 1e9:.2f} GB |")
+    rates = [row["matrix_gflop_per_second"] for rows in found.values() for row in rows.values() if "matrix_gflop_per_second" in row]
+    print(f"\nmatrix rate measured beside it: {min(rates):.0f} to {max(rates):.0f} GFLOP/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rival", type=Path, help="the Python of an environment with speculators")
+    parser.add_argument("--vocabularies", nargs="+", default=["full", "8192"])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=12)
+    parser.add_argument("--rival-steps", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    arguments, overrides = parser.parse_known_args()
+    found = compare(arguments, [*SMALL, *overrides])
+    show(found)
+    save(found, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
