@@ -46,6 +46,9 @@ class Progress:
     supervised: int = 0
     """Valid step-0 rows trained on so far."""
     seconds: float = 0.0
+    """Of updates."""
+    walk_seconds: float = 0.0
+    """Of evaluations, the walks on held-out documents."""
     best_score: float = -1.0
     best_update: int = -1
 
@@ -210,7 +213,9 @@ class Trainer:
     def _evaluate_and_keep_best(self) -> None:
         trained = {n: t.detach().clone() for n, t in self.head.state_dict().items()}
         self.head.load_state_dict(self.evaluated_weights())
+        began = time.monotonic()
         result = self._evaluate(self.head)
+        self.progress.walk_seconds += time.monotonic() - began
         score = result["mean_accepted_length"]
         if score > self.progress.best_score:
             self.progress.best_score, self.progress.best_update = score, self.progress.update

@@ -34,25 +34,38 @@ _WARM = 2
 
 
 def floor_flops(head: DraftHead, rows: Alignment, vocabulary: int) -> float:
-    """FLOPs of the matrix products that one update of these rows cannot do without: 2 a multiplication.
+    """FLOPs of the matrix products that one update of these rows cannot do without: 2 a multiplication."""
+    return weight_flops(head, rows, vocabulary) + attention_flops(head, rows)
 
-    A weight costs a forward and two backward products a row, one backward where its input needs no gradient. Step-0 rows go through the
-    fusing projection, k and v; rows that draft also through q, o and the MLP; later steps through all. Vocabulary: the draft's logits and
-    their gradient a drafted row (two gradients for a projection that is trained), the teacher's logits once a state. Attention: a row's
-    products with the keys before it, forward and twice back.
+
+def weight_flops(head: DraftHead, rows: Alignment, vocabulary: int) -> float:
+    """With weights: a forward and two backward products a row, one backward where the input needs no gradient.
+
+    Step-0 rows go through the fusing projection, k and v; rows that draft also through q, o and the MLP; later steps through all of them
+    (eagle3 fuses at step 0 alone). What the fusing projection reads is frozen unless a norm before it is trained; at later steps half of
+    it is the embeddings. Vocabulary: the draft's logits and their gradient a drafted row (two gradients for a projection that is
+    trained), the teacher's logits once a state.
     """
     layer = head.layer
-    shape = layer.config
     fuse = sum(p.numel() for n, p in head.named_parameters() if p.dim() == 2 and not n.startswith(("layer.", "lm_head.")))
     keys = sum(m.weight.numel() for m in (layer.self_attn.k_proj, layer.self_attn.v_proj))
     drafts = sum(p.numel() for n, p in layer.named_parameters() if p.dim() == 2) - keys
     alive = rows.valid_RK.sum(0).tolist()
-    total = 4.0 * fuse * len(rows.row_R) + 6.0 * keys * len(rows.row_R) + 6.0 * drafts * sum(alive)
-    total += 6.0 * (keys + (fuse if head.fusion is not None else 0)) * sum(alive[1:])
+    normed = any(name.startswith(("enorm", "hnorm", "fc_norms", "input_norm")) for name, _ in head.named_parameters())
+    total = ((6.0 if normed else 4.0) * fuse + 6.0 * keys) * len(rows.row_R) + 6.0 * drafts * sum(alive)
+    total += 6.0 * keys * sum(alive[1:])
+    if head.fusion is not None:
+        total += (6.0 if normed else 5.0) * fuse * sum(alive[1:])
     backward = 2.0 if head.lm_head is not None else 1.0
-    total += 2.0 * vocabulary * shape.hidden_size * ((1 + backward) * sum(alive) + len(rows.teacher_RK[rows.valid_RK].unique()))
-    seen = sum(int((rows.position_R[rows.valid_RK[:, k]] + 1 + k).sum()) for k in range(len(alive)))
-    return total + 12.0 * shape.num_heads * shape.head_dim * seen
+    states = len(rows.teacher_RK[rows.valid_RK].unique())
+    return total + 2.0 * vocabulary * layer.config.hidden_size * ((1 + backward) * sum(alive) + states)
+
+
+def attention_flops(head: DraftHead, rows: Alignment) -> float:
+    """A drafting row's products with the keys before it and with their values, forward and twice back."""
+    shape = head.layer.config
+    seen = sum(int((rows.position_R[rows.valid_RK[:, k]] + 1 + k).sum()) for k in range(rows.valid_RK.shape[1]))
+    return 12.0 * shape.num_heads * shape.head_dim * seen
 
 
 def _rows(store: Store, documents: list[int], steps: int) -> Alignment:

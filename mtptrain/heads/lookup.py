@@ -22,6 +22,7 @@ Legend: R rows, H hidden, F what fc reads, Z what q, k, v read, C code, D head s
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -109,11 +110,16 @@ def _enough(batches: Batches, inputs: int) -> Batches:
     return lambda: itertools.islice(batches(), count)
 
 
+@dataclass(slots=True)
 class _Code:
-    """A token's code: (e - mean) @ basis, of unit variance; and orthonormal directions of e for the values."""
+    """A token's code, (e - mean) @ basis, of unit variance."""
 
-    def __init__(self, rows: int, mean_H: Tensor, basis_HC: Tensor, directions_HH: Tensor) -> None:
-        self.rows, self.mean_H, self.basis_HC, self.directions_HH = rows, mean_H, basis_HC, directions_HH
+    rows: int
+    """It was made from."""
+    mean_H: Tensor
+    basis_HC: Tensor
+    directions_HH: Tensor
+    """Orthonormal, for what values carry of e."""
 
     def of(self, embed_RH: Tensor) -> Tensor:
         return (embed_RH - self.mean_H) @ self.basis_HC
@@ -154,9 +160,9 @@ def _init_fc(drafter: Drafter, batches: Batches, inverse_H: Tensor, random: torc
     mean_H = embeds.sum_X / embeds.rows
     covariance_HH = embeds.gram_XX / embeds.rows - torch.outer(mean_H, mean_H)
     values_H, vectors_HH = (x.flip(-1) for x in torch.linalg.eigh(covariance_HH.double()))
-    size = min(_lookups(head) * len(content), int((values_H > 1e-6 * values_H[0]).sum()))
+    size = max(1, min(_lookups(head) * len(content), int((values_H > 1e-6 * values_H[0]).sum())))
     turned_CC, turned_HH = (torch.linalg.qr(torch.randn(n, n, generator=random))[0].to(mean_H.device) for n in (size, len(mean_H)))
-    basis_HC = (vectors_HH[:, :size] / values_H[:size].sqrt()).float() @ turned_CC
+    basis_HC = (vectors_HH[:, :size] / values_H[:size].clamp_min(1e-12).sqrt()).float() @ turned_CC
     code = _Code(own.rows, mean_H, basis_HC, vectors_HH.float() @ turned_HH)
     least_HC = torch.linalg.eigh(states.gram_XX.double())[1][:, :size].float()
     state_FH = own.solve()

@@ -75,8 +75,9 @@ def run(cfg: Config) -> None:
         progress = trainer.run()
     manifest.finish(cfg.train_dir, inputs, _results(progress, head))
     print(
-        f"train: {progress.update} updates, {progress.supervised:,} supervised rows in {time.monotonic() - began:.0f} s; best walk "
-        f"{progress.best_score:.3f} at update {progress.best_update} (K={cfg.validate.k}, {len(held_out)} held-out documents)",
+        f"train: {progress.update} updates, {progress.supervised:,} supervised rows in {time.monotonic() - began:.0f} s "
+        f"({progress.walk_seconds:.0f} s of them walks); best walk {progress.best_score:.3f} at update {progress.best_update} "
+        f"(K={cfg.validate.k}, {len(held_out)} held-out documents)",
         flush=True,
     )
 
@@ -88,6 +89,7 @@ def _results(progress: Progress, head: DraftHead) -> dict[str, Any]:
         "tokens": progress.tokens,
         "supervised_rows": progress.supervised,
         "seconds": progress.seconds,
+        "walk_seconds": progress.walk_seconds,
         "best_update": progress.best_update,
         "best_mean_accepted_length": progress.best_score,
         "parameters": sum(p.numel() for p in head.parameters()),

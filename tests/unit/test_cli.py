@@ -217,14 +217,16 @@ def test_a_sweep_names_what_differs_and_runs_what_was_composed() -> None:
 
 
 def test_heads_of_a_sweep_are_named_by_themselves() -> None:
-    configs = cli.compose(["+recipe=smollm2", "head=mtp,eagle,eagle3,eagle3.1", "wandb.mode=disabled"], multirun=True)
-    assert [c.head_dir.name for c in configs] == ["mtp", "eagle", "eagle3", "eagle3.1"]
-    mtp, eagle, eagle3, newer = configs
+    configs = cli.compose(["+recipe=smollm2", "head=mtp,eagle,eagle3,eagle3.1,lookup", "wandb.mode=disabled"], multirun=True)
+    assert [c.head_dir.name for c in configs] == ["mtp", "eagle", "eagle3", "eagle3.1", "lookup"]
+    mtp, eagle, eagle3, newer, lookup = configs
     assert (mtp.train.loss.hidden_weight, mtp.train.loss.kl_weight, mtp.train.loss.vocabulary) == (10, 1, 8192)
     assert (eagle.train.loss.hidden_weight, eagle.train.loss.kl_weight) == (1, 0.1)  # its own, though the recipe has others
     assert (eagle3.train.loss.hidden_weight, eagle3.train.loss.vocabulary, eagle3.head.draft_vocabulary) == (0, None, 32000)
     assert newer.head.fc_norm
     assert newer.head.norm_output
+    assert (lookup.head.kind.name, lookup.head.lm_head.name, lookup.head.draft_vocabulary) == ("eagle3", "target", None)
+    assert (lookup.train.loss.hidden_weight, lookup.train.loss.vocabulary) == (0, 8192)
     assert {c.train.optim.lr for c in configs} == {1e-3}  # the recipe's
 
 

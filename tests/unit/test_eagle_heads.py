@@ -41,6 +41,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "fc_norm": True,
         "norm_output": True,
     },
+    "eagle3, a key/value head a query head": {"kind": HeadKind.eagle3, "num_kv_heads": 0, "fc_norm": True},
     "eagle3, reduced vocabulary": {"kind": HeadKind.eagle3, "draft_ids": IDS},
     "eagle3, the target's rows": {"kind": HeadKind.eagle3, "draft_ids": IDS, "lm_head": OutputProjection.target},
 }
@@ -55,7 +56,8 @@ def made(name: str, std: float = 0.3) -> DraftHead:
 
 
 def rederived(head: DraftHead) -> Layer64:
-    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 4, "eps": EPS, "theta": THETA}
+    kv_heads = len(head.layer.self_attn.k_proj.weight) // 4
+    sizes = {"heads": 4, "kv_heads": kv_heads, "head_dim": 4, "eps": EPS, "theta": THETA}
     weights = {n: t for n, t in head.state_dict().items() if t.is_floating_point()}
     if head.captures == ("final",):
         return Eagle64(weights, **sizes)  # type: ignore[arg-type]
@@ -356,3 +358,10 @@ def test_heads_of_every_kind_have_the_parameters_that_plan_counts() -> None:
         assert head_parameters(config, SPEC) == sum(p.numel() for p in build_head(config, SPEC).parameters())
     reduced = HeadConfig(kind=HeadKind.eagle3, draft_vocabulary=len(IDS))
     assert head_parameters(reduced, SPEC) == sum(p.numel() for p in build_head(reduced, SPEC, IDS).parameters())
+
+
+def test_as_many_key_value_heads_as_asked_for() -> None:
+    groups = {asked: small_head(SPEC, kind=HeadKind.eagle3, num_kv_heads=asked).layer.config.num_kv_heads for asked in (None, 0, 1, 4)}
+    assert groups == {None: 2, 0: 4, 1: 1, 4: 4}
+    with pytest.raises(UserError, match=r"head\.num_kv_heads=3: the target's 4 query heads cannot share them evenly"):
+        small_head(SPEC, kind=HeadKind.eagle3, num_kv_heads=3)

@@ -1,5 +1,6 @@
 """First weights of an eagle3 head: it looks up what followed a token before, and its outputs are least-squares solutions."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from mtptrain.batches import Batch
 from mtptrain.config import HeadKind, OutputProjection
 from mtptrain.errors import UserError
+from mtptrain.heads import lookup
 from mtptrain.heads.alignment import align, pack_alignments
 from mtptrain.heads.drafter import Drafter
 from mtptrain.heads.lm_head import LmHead
@@ -117,6 +119,26 @@ def test_a_target_without_slow_channels_still_gets_weights() -> None:
     batch = Batch([0], torch.arange(30), streams, pack_alignments([align(30, [(0, 30)], 1)], [30]))
     init_lookup(Drafter(head, embed, 1.0, LmHead(embed)), lambda: [batch], torch.ones(16), seed=0)
     assert all(bool(p.isfinite().all()) for p in head.parameters())
+
+
+def test_text_of_one_token_alone_still_gives_weights() -> None:
+    bound, batch = drafter(), repeating(2)
+    batch.token_T.fill_(7)
+    init_lookup(bound, lambda: [batch], NORM, seed=0)
+    assert all(bool(p.isfinite().all()) for p in bound.head.parameters())
+
+
+def test_it_reads_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "_ROWS_PER_INPUT", 0.5)  # of 384 inputs: 192 rows, five documents of 40
+    read: list[int] = []
+
+    def batches() -> Iterator[Batch]:
+        for i in range(9):
+            read.append(i)
+            yield repeating(1, seed=i)
+
+    assert init_lookup(drafter(), batches, NORM, seed=0) == 5 * 2 * HALF
+    assert max(read) == 4
 
 
 def test_without_a_row_there_is_nothing_to_fit() -> None:

@@ -1,0 +1,73 @@
+"""What the benchmarks reckon with: the floor of a training step against counted products, and the gate's idea of worse."""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mtptrain.config import HeadKind, OutputProjection
+from mtptrain.heads.unroll import Unroll, true_token_steps
+from mtptrain.losses import distillation_kl
+from tests.recipes.test_pipeline import ROOT
+from tests.unit.heads import VOCAB, bound, small_batch, small_head, small_spec
+
+
+def tool(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": HeadKind.mtp},
+        {"kind": HeadKind.eagle},
+        {"kind": HeadKind.eagle3, "lm_head": OutputProjection.target, "fc_norm": True},
+        {"kind": HeadKind.eagle3, "num_kv_heads": 4},
+    ],
+)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_floor_of_a_step_is_what_its_products_take(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], steps: int) -> None:
+    """One chunk for all rows, so that a teacher state is projected once; the counter's matrix products are those with weights. Beyond the
+    floor an eagle head computes the gradient of the embeddings it fuses at later steps.
+    """
+    bench = tool(monkeypatch, "bench_train")
+    head = small_head(small_spec(num_layers=8), **options)
+    batch = small_batch([20, 15], [[(4, 20)], [(2, 9), (10, 15)]], steps, captures=("final", *head.captures))
+    drafter = bound(head)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        found = list(true_token_steps(Unroll(drafter, 2), batch.rows, batch.token_T, batch.states, steps))
+        rows = torch.cat([row for row, _ in found])
+        teachers = torch.cat([batch.rows.teacher_RK[row, k] for k, (row, _) in enumerate(found)])
+        own = None if head.lm_head is None else head.lm_head.weight
+        states = torch.cat([state for _, state in found])
+        loss, _ = distillation_kl(states, torch.ones(len(rows)), teachers, batch.final_TH, drafter.lm_head, 4096, own)
+        loss.backward()
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counted.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    beyond = 0
+    if options["kind"] is HeadKind.eagle:
+        beyond = head.fc.weight.numel() * sum(len(row) for row, _ in found[1:])  # half of 2 a weight
+    assert products == bench.weight_flops(head, batch.rows, VOCAB) + beyond
+
+
+@pytest.mark.parametrize(("now", "worse"), [(0.76, False), (0.74, True), (2.0, False)])
+def test_the_gate_shuts_on_a_ratio_that_fell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], now: float, worse: bool
+) -> None:
+    gate = tool(monkeypatch, "bench_gate")
+    name = f"precompute: {gate.BENCHMARKS['precompute'][0].name}"
+    assert gate.compare({name: now}, {name: 1.0}) == ([name] if worse else [])
+    assert ("WORSE" in capsys.readouterr().out) is worse
+
+
+def test_the_gate_shuts_on_memory_that_grew_and_has_no_opinion_without_a_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = tool(monkeypatch, "bench_gate")
+    name = f"memory: {gate.BENCHMARKS['memory'][0].name}"
+    assert gate.compare({name: 1.12}, {name: 1.0}) == [name]
+    assert gate.compare({name: 1.08}, {name: 1.0}) == []
+    assert gate.compare({name: 9.0}, {}) == []
