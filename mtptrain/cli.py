@@ -350,7 +350,15 @@ def run(main: Main, name: str, argv: Sequence[str]) -> int:
         except Exception:
             _compare(name, swept_well, shown)  # a run that failed hides nothing of the others
             raise
+        failed = len(shown)
         _compare(name, swept_well, shown)
+        if failed and swept_well:
+            _tell(
+                UserError(
+                    f"{failed} of {failed + len(swept_well)} runs failed, each with its line above; a comparison shows what is finished, "
+                    "also from earlier runs"
+                )
+            )
     except UserError as error:
         if str(error) not in shown:
             shown.append(_tell(error))

@@ -342,7 +342,7 @@ class HeadConfig:
         _require(size is None or size >= 2, "head.draft_vocabulary", size, "must be at least 2")
         for key, kinds, usual in _OF_KIND:
             value = getattr(self, key)
-            shown = "..." if key == "norms" else value
+            shown = "..." if key == "norms" else getattr(value, "value", value)
             _require(self.kind in kinds or value == usual, f"head.{key}", shown, f"head.kind={self.kind.name} has none")
         init = self.init
         _require(

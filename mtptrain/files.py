@@ -60,7 +60,9 @@ def read_json(path: Path) -> Any:
 
 
 def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a temporary folder and rename it to `folder`, replacing an older one."""
+    """Fill a temporary folder and rename it to `folder`, replacing an older one. Its files get the mode that the umask asks for:
+    safetensors writes its own for the owner alone, and an engine may be another user.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     tmp = folder.with_name(f".{folder.name}.tmp")
     if tmp.exists():
@@ -69,6 +71,7 @@ def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
     write(tmp)
     for file in tmp.rglob("*"):
         if file.is_file():
+            file.chmod(0o666 & ~_umask())
             with open(file, "rb") as f:
                 os.fsync(f.fileno())
     old = folder.with_name(f".{folder.name}.old")
@@ -80,6 +83,12 @@ def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
     fsync_dir(folder.parent)
     if old.exists():
         shutil.rmtree(old)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def append_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:

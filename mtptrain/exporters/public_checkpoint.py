@@ -204,18 +204,21 @@ def _check_kind(found: Checkpoint, values: dict[str, Any]) -> None:
 
 
 def _full(found: Checkpoint, values: dict[str, Any]) -> Any:
-    """`values` as a LlamaConfig, numbers checked; a RoPE in the new schema goes before one in the old."""
+    """`values` as a LlamaConfig, numbers checked. A RoPE in both schemas must be one RoPE: loaders differ in which they believe."""
     given = {key: values[key] for key in (*_COUNTS, *_ROPE, "rms_norm_eps") if values.get(key) is not None}
     for key in _COUNTS:
         if key in _NEEDED and key not in given:
             raise found.refuse(f"config.json has no {key}", "fetch the checkpoint again")
         if key in given and not (type(given[key]) is int and 0 < given[key] < 1 << 31):
             raise found.refuse(f"config.json: {key}={given[key]!r} is not a positive whole number", "mend it")
-    if given.get("rope_parameters"):
-        given.pop("rope_scaling", None)
+    older = given.pop("rope_scaling", None) if given.get("rope_parameters") else None
     try:
         full = full_config({"model_type": "llama", **given})
         rope = rope_of(full)
+        if older and _scaling(full_config({"model_type": "llama", **given, "rope_parameters": None, "rope_scaling": older})) != _scaling(
+            full
+        ):
+            raise UserError(f"rope_scaling={older!r} and rope_parameters={given['rope_parameters']!r} are not the same RoPE")
     except (*UNTRUSTED, UserError) as e:
         raise found.refuse(f"config.json is not a valid Llama config ({e})", "mend it") from e
     numbers: dict[str, Any] = {"rms_norm_eps": full.rms_norm_eps, "rope_theta": rope.get("rope_theta")}
@@ -223,3 +226,7 @@ def _full(found: Checkpoint, values: dict[str, Any]) -> Any:
         if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
             raise found.refuse(f"config.json: {key}={value!r} is not a positive number", "mend it")
     return full
+
+
+def _scaling(full: Any) -> dict[str, Any]:
+    return {key: value for key, value in rope_of(full).items() if key != "rope_theta"}

@@ -1,5 +1,6 @@
 """Checkpoints: exact round trip, damage named, never silently passed over."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,12 @@ def test_newest_are_kept_in_order(tmp_path: Path) -> None:
     assert [f.name for f in checkpoints(tmp_path)] == ["00000005", "00000020", "00000100"]
     prune(tmp_path, 2)
     assert [f.name for f in checkpoints(tmp_path)] == ["00000020", "00000100"]
+
+
+def test_an_exported_folder_can_be_read_by_who_may_read_files(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_checkpoint(tmp_path / "c", {"head": {"w": torch.zeros(2)}}, {})
+    finally:
+        os.umask(before)
+    assert {f.name: f.stat().st_mode & 0o777 for f in (tmp_path / "c").iterdir()} == {"head.safetensors": 0o640, "state.json": 0o640}

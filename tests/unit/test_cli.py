@@ -172,6 +172,18 @@ def test_every_failing_run_of_a_sweep_is_told(capsys: pytest.CaptureFixture[str]
     assert "error: [train.steps=1] disk full\n" in err
     assert "error: [train.steps=2] disk full\n" in err
     assert "Error executing job" not in err
+    assert "runs failed" not in err  # nothing else to see past them
+
+
+def test_a_sweep_ends_with_how_many_of_its_runs_failed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(cfg: Config) -> None:
+        if cfg.train.steps == 2:
+            raise UserError("disk full")
+
+    monkeypatch.setattr("mtptrain.stages.compare.after_sweep", lambda _: None)
+    assert cli.run(main, "train", ["-m", "+recipe=tiny", "train.steps=1,2,3"]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("error: 1 of 3 runs failed, each with its line above")
 
 
 SWEEPS = [

@@ -407,7 +407,7 @@ def test_rope_and_length_are_the_checkpoints_own_in_either_schema(tmp_path: Path
     rope = {"rope_type": "llama3", "rope_theta": 5e5, **scaling}
     tensors = eagle3_names(eagle3())
     old = eagle3_config(rope_theta=5e5, rope_scaling={"type": "llama3", **scaling}, max_position_embeddings=512)
-    new = eagle3_config(rope_theta=7.0, rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters=rope, max_position_embeddings=512)
+    new = eagle3_config(rope_theta=7.0, rope_scaling={"type": "llama3", **scaling}, rope_parameters=rope, max_position_embeddings=512)
     mixed = new | {"rope_theta": 5e5, "rope_parameters": {key: value for key, value in rope.items() if key != "rope_theta"}}
     for config in (old, new, mixed):
         got = import_head(write(tmp_path / "c", config, tensors), ends_of(target()))
@@ -461,6 +461,11 @@ def test_half_precision_is_widened(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "zz"}}, "RoPE of {'rope_theta': 100.0, 'rope_type': 'zz'} can't be built"),
         ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "RoPE of"),
         ({"rope_scaling": 5}, "not a valid Llama config"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
+            "not the same RoPE",
+        ),
+        ({"rope_scaling": "x", "rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, "not a valid Llama config"),
         ({"draft_vocab_size": 32}, "draft_vocab_size=32 is not within the target's 31 ids"),
         ({"draft_vocab_size": 8}, "lm_head.weight is [9, 16], but config.json and target make it [8, 16]"),
         ({"norm_output": 1}, "norm_output=1 is not true or false"),
