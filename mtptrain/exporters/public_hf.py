@@ -72,6 +72,10 @@ def _check_values(found: Checkpoint, head: DraftHead, spec: TargetSpec) -> None:
     if (layer.hidden_size, vocab) != (spec.hidden_size, spec.vocab_size):
         what = f"hidden_size and vocab_size are {layer.hidden_size} and {vocab!r}, the target's {spec.hidden_size} and {spec.vocab_size}"
         raise found.refuse(what, "this head was made for another target")
+    if (family := target.get("model_type") if isinstance(target, dict) else None) != spec.model_type:
+        raise found.refuse(
+            f"model_type of the head's target is {family!r}, this target's {spec.model_type!r}", "it was made for another target"
+        )
     fits = layer.num_kv_heads > 0 and layer.num_heads > 0 and layer.num_heads % layer.num_kv_heads == 0
     fits &= layer.head_dim > 0 and layer.head_dim % 2 == 0 and layer.sliding_window >= 0 and 0 < layer.rms_norm_eps < math.inf
     fits &= layer.attention_input in ((2 * spec.hidden_size,) if eagle3 else (0, spec.hidden_size))

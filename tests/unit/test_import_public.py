@@ -635,6 +635,7 @@ def test_our_own_export_for_another_target_or_with_other_ids(tmp_path: Path) -> 
     export = to_hf(eagle3(), target(), torch.float32)
     export.write(tmp_path)
     assert "the target's 16 and 30; this head was made for another target" in refused(tmp_path, target(vocab_size=30))
+    assert "model_type of the head's target is 'llama', this target's 'qwen2'" in refused(tmp_path, target(model_type="qwen2"))
     export.tensors["draft_ids"] = DRAFT_IDS.flip(0)
     export.write(tmp_path)
     assert "draft_ids do not ascend within the target's 31 ids" in refused(tmp_path)
