@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any], HeadConfig, list[VllmLayout]]] = {
         HeadConfig(kind=_EAGLE3, draft_vocabulary=120),
         [STOCK, SPECULATORS],
     ),
-    "eagle3, every norm but those of 3.1, the target's rows, two streams, more key/value heads than the target": (
+    "eagle3, every norm but those of 3.1, the target's rows, two streams": (
         "qwen3",
         {"num_hidden_layers": 5},
         HeadConfig(
@@ -61,7 +61,6 @@ CASES: dict[str, tuple[str, dict[str, Any], HeadConfig, list[VllmLayout]]] = {
             lm_head=OutputProjection.target,
             norm_before_residual=True,
             norm_before_fc=True,
-            num_kv_heads=0,
         ),
         [STOCK, SPECULATORS],
     ),
