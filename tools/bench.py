@@ -1,6 +1,5 @@
 """What the benchmarks share: data small enough for a short run, and sides that run in processes of their own."""
 
-import json
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -10,6 +9,7 @@ from typing import Any
 from peak import peak_bytes
 
 from mtptrain.cli import compose
+from mtptrain.files import write_json
 from mtptrain.stages import precompute, prepare
 
 SMALL = [
@@ -43,4 +43,4 @@ def _with_peak(function: Callable[..., dict[str, Any]], arguments: tuple[Any, ..
 
 def save(found: dict[str, Any], file: Path | None) -> None:
     if file is not None:
-        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(file, found)

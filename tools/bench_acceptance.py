@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import SMALL, apart, prepare_store, save
+from bench import SMALL, apart, save
 from bench_heads import made
 from bench_train import ours as probe
-from rival import Rival, streams
+from rival import Rival, shared_data
 
 from mtptrain.cli import compose
 from mtptrain.data.order import epoch_batches
@@ -30,9 +30,6 @@ from mtptrain.report.measurement import measure
 from mtptrain.stages.context import open_context, open_store
 from mtptrain.stages.engine_trial import NGRAM, draft_of, run_trials, walks_of
 from mtptrain.stages.train import spread, training_documents
-from mtptrain.store.reader import Store
-from mtptrain.target.resolve import resolve_target
-from mtptrain.target.spec import read_spec
 
 VOCABULARY = 8192
 _PROBE = 8
@@ -80,14 +77,10 @@ def train_both(arguments: argparse.Namespace, overrides: list[str], rival: Rival
 
 
 def compare(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    cfg = compose(overrides)[0]
-    engine = require_engine(cfg, "this benchmark")
-    spec = read_spec(resolve_target(cfg.target))
+    engine = require_engine(compose(overrides)[0], "this benchmark")
     threads = max(1, torch.get_num_threads() // 2)
-    wanted = [*overrides, f"precompute.captures=[final,{','.join(streams(spec.num_layers))}]"]
-    store = Store.open(Path(apart(prepare_store, wanted)["store"]), streams(spec.num_layers))
-    rival = Rival(arguments.rival, cfg.run_dir / "rival", resolve_target(cfg.target), threads)
-    rival.prepare(store, spec.num_layers)
+    wanted, store = shared_data(overrides)
+    rival = Rival(arguments.rival, compose(wanted)[0], store, threads)
     found = train_both(arguments, [*wanted, arguments.ours, f"threads={threads}"], rival)
     cfg = compose([*wanted, arguments.ours, "head.label=bench-vllm"])[0]
     drafts: dict[str, dict[str, Any] | None] = {label: draft_of(Path(row["folder"]), cfg.head.kind) for label, row in found.items()}

@@ -75,8 +75,9 @@ def step(sizes: dict[str, int], overrides: list[str]) -> dict[str, Any]:
         base = peak_bytes()
         context = open_context(cfg)
         store = open_store(cfg, ["final"])
-        head = initial_head(cfg, context, store, training_documents(store))
-        trainer = make_trainer(cfg, context, store, head, lambda _: {}, lambda _: None)
+        documents = training_documents(store)
+        head = initial_head(cfg, context, store, documents)
+        trainer = make_trainer(cfg, context, store, documents, head, lambda _: {}, lambda _: None)
         trainer.update(trainer.updates[0])
         peak = peak_bytes() - base
     weights = sum(p.numel() for p in head.parameters())

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import SMALL, apart, prepare_store, save
-from rival import Rival, rate, streams
+from bench import SMALL, apart, save
+from rival import Rival, rate, shared_data, streams
 
 from mtptrain.cli import compose
 from mtptrain.config import Config
@@ -81,7 +81,7 @@ def ours(overrides: list[str], updates: int) -> dict[str, Any]:
     documents = training_documents(store)
     head = initial_head(cfg, context, store, documents)
     vocabulary = len(loss_projection(cfg, context, store, documents, head).weight_VH)
-    trainer = make_trainer(cfg, context, store, head, lambda _: {"mean_accepted_length": 0.0}, lambda _: None)
+    trainer = make_trainer(cfg, context, store, documents, head, lambda _: {"mean_accepted_length": 0.0}, lambda _: None)
     seconds, rows, flops = [], [], []
     rates = [_matrix_rate(cfg, cfg.train.loss.chunk_rows)]
     for number in range(_WARM + updates):
@@ -117,15 +117,11 @@ def sides(vocabulary: int | None) -> dict[str, list[str]]:
 
 
 def compare(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    cfg = compose(overrides)[0]
-    spec = read_spec(resolve_target(cfg.target))
-    wanted = [*overrides, f"precompute.captures=[final,{','.join(streams(spec.num_layers))}]"]
-    store = Store.open(Path(apart(prepare_store, wanted)["store"]), streams(spec.num_layers))
+    wanted, store = shared_data(overrides)
     rival = None
     if arguments.rival:
-        threads = cfg.threads or torch.get_num_threads()
-        rival = Rival(arguments.rival, cfg.run_dir / "rival", resolve_target(cfg.target), threads)
-        rival.prepare(store, spec.num_layers)
+        cfg = compose(wanted)[0]
+        rival = Rival(arguments.rival, cfg, store, cfg.threads or torch.get_num_threads())
     found: dict[str, Any] = {}
     for size in arguments.vocabularies:
         vocabulary = None if size == "full" else int(size)

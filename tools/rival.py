@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import apart, prepare_store
 from datasets import load_from_disk
 from safetensors.torch import save_file
 
+from mtptrain.cli import compose
+from mtptrain.config import Config
 from mtptrain.files import read_json
 from mtptrain.store.reader import Store
+from mtptrain.target.resolve import resolve_target
+from mtptrain.target.spec import read_spec
 
 HERE = Path(__file__).parent
 _SEQUENCE = 1024
@@ -36,13 +41,21 @@ def bf16_units() -> bool:
     return platform.machine() == "x86_64" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def shared_data(overrides: list[str]) -> tuple[list[str], Store]:
+    """The overrides with every state that a side reads, and the store that has them, made where it is not there yet."""
+    names = streams(read_spec(resolve_target(compose(overrides)[0].target)).num_layers)
+    wanted = [*overrides, f"precompute.captures=[final,{','.join(names)}]"]
+    return wanted, Store.open(Path(apart(prepare_store, wanted)["store"]), names)
+
+
 class Rival:
-    """The rival's data and heads in `folder`. `python`: its interpreter; `target`: a local Hugging Face folder."""
+    """The rival's data and heads in the run's folder, made of `store`. `python`: its interpreter."""
 
-    def __init__(self, python: Path, folder: Path, target: Path, threads: int) -> None:
-        self.python, self.folder, self.target, self.threads = python, folder, target, threads
+    def __init__(self, python: Path, cfg: Config, store: Store, threads: int) -> None:
+        self.python, self.folder, self.target, self.threads = python, cfg.run_dir / "rival", resolve_target(cfg.target), threads
+        self._prepare(store, read_spec(self.target).num_layers)
 
-    def prepare(self, store: Store, num_layers: int) -> None:
+    def _prepare(self, store: Store, num_layers: int) -> None:
         """Write the store's training documents as the rival's own preparation does, and their states beside them."""
         if (self.folder / "states" / "done").exists():
             return

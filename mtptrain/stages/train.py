@@ -69,7 +69,7 @@ def run(cfg: Config) -> None:
         return measure(walks[cfg.validate.k], cfg.validate.k)["overall"]
 
     with Tracker(cfg) as tracker:
-        trainer = make_trainer(cfg, context, store, head, evaluate, tracker.log)
+        trainer = make_trainer(cfg, context, store, documents, head, evaluate, tracker.log)
         _print_start(cfg, head, store, documents, len(trainer.updates))
         began = time.monotonic()
         progress = trainer.run()
@@ -134,12 +134,12 @@ def make_trainer(
     cfg: Config,
     context: Context,
     store: Store,
+    documents: list[int],
     head: DraftHead,
     evaluate: Callable[[DraftHead], dict[str, Any]],
     on_log: Callable[[dict[str, Any]], None],
 ) -> Trainer:
-    """The trainer of `head` on the store's training documents, in `cfg.train_dir`."""
-    documents = training_documents(store)
+    """The trainer of `head` on `documents` of the store, in `cfg.train_dir`."""
     torch.use_deterministic_algorithms(True)
     return Trainer(
         train_config(cfg),
@@ -174,7 +174,7 @@ def initial_head(cfg: Config, context: Context, store: Store, documents: list[in
             return (load_batch(store, [i], head.captures, 1, context.dtype, context.device) for i in order)
 
         if isinstance(head, Eagle3Head):
-            with torch.autocast(context.device.type, torch.bfloat16, enabled=context.dtype == torch.bfloat16):
+            with context.autocast():
                 init_lookup(context.bind(head), batches, norm_H, cfg.seed)
         else:
             init_least_squares(context.bind(head), batches(), norm_H)
