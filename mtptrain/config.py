@@ -389,11 +389,13 @@ class OptimConfig:
 
     lr: float = 1e-3
     fusion_lr: float | None = None
-    """Rate outside the decoder layer, times `lr`. None: 0.2 where it starts from least squares, which a full rate undoes (0.01 where it
-    reads un-normed streams), else 1."""
+    """Rate outside the decoder layer, times `lr`. None: 0.2 where it starts from least squares, which a full rate undoes (0.1 in an
+    eagle3 head, 0.01 where that reads un-normed streams), else 1."""
     query_key_lr: float | None = None
-    """Rate of attention's q and k, times `lr`. None: 0.1 where they start as a lookup (heads/lookup.py), which a full rate blurs,
+    """Rate of attention's q and k, times `lr`. None: 0.2 where they start as a lookup (heads/lookup.py), which a full rate blurs,
     else 1."""
+    value_output_lr: float | None = None
+    """The same for attention's v and o. None: 0.4 there, else 1."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -410,7 +412,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _require(0 < self.lr <= 10, "train.optim.lr", self.lr, "must be in (0, 10]")
-        for key in ("fusion_lr", "query_key_lr"):
+        for key in ("fusion_lr", "query_key_lr", "value_output_lr"):
             ratio = getattr(self, key)
             _require(ratio is None or 0 <= ratio <= 10, f"train.optim.{key}", ratio, "must be in [0, 10]")
         _require(0 < self.eps < 1, "train.optim.eps", self.eps, "must be in (0, 1)")

@@ -11,6 +11,7 @@ from mtptrain.config import OptimConfig, Schedule
 _LAYER = ("layer.", "lm_head.")
 """Names of a head's decoder layer and of its own output projection; what else it has fuses or norms."""
 _QUERY_KEY = ("layer.self_attn.q_", "layer.self_attn.k_")
+_VALUE_OUTPUT = ("layer.self_attn.v_", "layer.self_attn.o_")
 
 
 def lr_factor(config: OptimConfig, update: int, total: int) -> float:
@@ -38,10 +39,13 @@ def build_adamw(config: OptimConfig, module: nn.Module) -> torch.optim.AdamW:
     named = sorted((n, p) for n, p in module.named_parameters() if p.requires_grad)
     fusion_lr = 1.0 if config.fusion_lr is None else config.fusion_lr
     query_key_lr = 1.0 if config.query_key_lr is None else config.query_key_lr
+    value_output_lr = 1.0 if config.value_output_lr is None else config.value_output_lr
 
     def ratio(name: str) -> float:
         if name.startswith(_QUERY_KEY):
             return query_key_lr
+        if name.startswith(_VALUE_OUTPUT):
+            return value_output_lr
         return 1.0 if name.startswith(_LAYER) else fusion_lr
 
     groups: list[dict[str, Any]] = [
@@ -50,7 +54,7 @@ def build_adamw(config: OptimConfig, module: nn.Module) -> torch.optim.AdamW:
             "weight_decay": config.weight_decay if matrix else 0.0,
             "ratio": share,
         }
-        for share in dict.fromkeys((1.0, fusion_lr, query_key_lr))
+        for share in dict.fromkeys((1.0, fusion_lr, query_key_lr, value_output_lr))
         for matrix in (True, False)
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)

@@ -3,14 +3,15 @@
 
     python tools/bench_acceptance.py --rival RIVAL/bin/python [--seconds 720] [--ours head=lookup] [--json FILE] [key=value ...]
 
-The sides train at the same time, each on half of the cores, so that what else the machine does hits both; their steps are counted out
-beforehand, so that each ends its learning-rate schedule. The rival trains EAGLE-3 over 8,192 ids; ours trains once for all of the time and
-once for a third of it. Seconds are those of updates; what comes before the first one is listed. vLLM drafts 3 tokens a step on
+The sides train at the same time, each on half of the cores, so that what else the machine does hits both: once for all of the time and once
+for a third of it. Their steps are counted out beforehand, so that each ends its learning-rate schedule. The rival trains EAGLE-3 over 8,192
+ids. Seconds are those of updates; what comes before the first one is listed. vLLM drafts 3 tokens a step on
 `validate.documents` held-out prompts, n-gram lookup beside the heads. The default is short; the table in tools/README.md says its own call.
 """
 
 import argparse
 import math
+import shutil
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from bench_train import ours as probe
 from rival import Rival, shared_data
 
 from mtptrain.cli import compose
+from mtptrain.config import HeadKind
 from mtptrain.data.order import epoch_batches
 from mtptrain.engines.process import require_engine
 from mtptrain.report.measurement import measure
@@ -44,35 +46,32 @@ def train_ours(overrides: list[str], label: str, updates: int) -> dict[str, Any]
     an_epoch = len(epoch_batches(documents, [store.entries[i].length for i in documents], budget=cfg.train.batch_tokens, seed=0, epoch=0))
     length = [f"train.epochs={math.ceil(updates / an_epoch) + 1}", f"train.max_updates={updates}", f"train.eval_every={updates}"]
     cfg = compose([*overrides, f"head.label={label}", *length])[0]
+    shutil.rmtree(cfg.head_dir, ignore_errors=True)
     _, folder, facts = made(cfg, open_context(cfg))
     return facts | {"folder": str(folder), "wall_seconds": time.monotonic() - began, "updates": updates}
 
 
 def train_both(arguments: argparse.Namespace, overrides: list[str], rival: Rival) -> dict[str, dict[str, Any]]:
-    """Rival and ours at the same time, after a probe of both that says how many steps fit."""
+    """Rival and ours at the same time, for all of the time and for a third of it, after a probe of both that says how many steps fit."""
     with ThreadPoolExecutor(2) as pool:
         theirs = pool.submit(rival.train, "probe", VOCABULARY, _PROBE)
         mine = pool.submit(apart, probe, overrides, _PROBE)
         their_step = statistics.median(seconds for seconds, _ in theirs.result()["steps"][2:])
         my_step = mine.result()["update_seconds"]
-        steps = int(arguments.seconds / their_step)
-        epochs = math.ceil(steps / theirs.result()["steps_per_epoch"])
-        theirs = pool.submit(rival.train, "acceptance", VOCABULARY, steps, epochs)
-        labels = {"ours, a third": arguments.seconds / 3, "ours": arguments.seconds}
-        mine = {
-            label: pool.submit(apart, train_ours, overrides, f"bench-{number}", int(seconds / my_step))
-            for number, (label, seconds) in enumerate(labels.items())
-        }
-        report = theirs.result()
-        found = {label: future.result() for label, future in mine.items()}
-    rows = sum(tokens for _, tokens in report["steps"])
-    found["rival"] = {
-        "folder": report["head"],
-        "training_seconds": sum(seconds for seconds, _ in report["steps"]),
-        "supervised_rows": rows,
-        "updates": len(report["steps"]),
-        "peak_bytes": report["peak_bytes"],
-    }
+        found: dict[str, dict[str, Any]] = {}
+        for label, seconds in ((", a third", arguments.seconds / 3), ("", arguments.seconds)):
+            steps = int(seconds / their_step)
+            epochs = math.ceil(steps / theirs.result()["steps_per_epoch"])
+            at_once = pool.submit(rival.train, f"acceptance-{len(found)}", VOCABULARY, steps, epochs)
+            found[f"ours{label}"] = apart(train_ours, overrides, f"bench-{len(found)}", int(seconds / my_step))
+            report = at_once.result()
+            found[f"rival{label}"] = {
+                "folder": report["head"],
+                "training_seconds": sum(seconds for seconds, _ in report["steps"]),
+                "supervised_rows": sum(tokens for _, tokens in report["steps"]),
+                "updates": len(report["steps"]),
+                "peak_bytes": report["peak_bytes"],
+            }
     return found
 
 
@@ -83,8 +82,10 @@ def compare(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, An
     rival = Rival(arguments.rival, compose(wanted)[0], store, threads)
     found = train_both(arguments, [*wanted, arguments.ours, f"threads={threads}"], rival)
     cfg = compose([*wanted, arguments.ours, "head.label=bench-vllm"])[0]
-    drafts: dict[str, dict[str, Any] | None] = {label: draft_of(Path(row["folder"]), cfg.head.kind) for label, row in found.items()}
-    drafts["rival"] = {"method": "eagle3", "model": found["rival"]["folder"]}
+    drafts: dict[str, dict[str, Any] | None] = {
+        label: draft_of(Path(row["folder"]), HeadKind.eagle3 if label.startswith("rival") else cfg.head.kind)
+        for label, row in found.items()
+    }
     drafts["n-gram lookup"] = NGRAM
     documents = spread(store.indices("held_out"), cfg.validate.documents)
     runs = run_trials(cfg, open_context(cfg), engine, drafts, store, documents)

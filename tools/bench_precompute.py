@@ -57,7 +57,8 @@ def bare_forward(overrides: list[str]) -> dict[str, Any]:
     for rows, length in SHAPES:
         ids = torch.tensor((flat * (1 + rows * length // len(flat)))[: rows * length]).reshape(rows, length)
         decoder(input_ids=ids, use_cache=False)
-        taken, stop = [], time.perf_counter() + _SHAPE_SECONDS
+        taken: list[float] = []
+        stop = time.perf_counter() + _SHAPE_SECONDS
         while not taken or time.perf_counter() < stop:
             began = time.perf_counter()
             decoder(input_ids=ids, use_cache=False)

@@ -1,6 +1,7 @@
 """`speculators` 0.9 beside mtptrain: the same responses and target states in its layout, and its trainer in a process of its own.
 
 Its environment: `python -m venv RIVAL && RIVAL/bin/pip install speculators==0.9.0`; the benchmarks take RIVAL/bin/python as `--rival`.
+With a CPU build of torch, `RIVAL/bin/pip uninstall torchvision torchaudio`: transformers imports them where they are, and they want CUDA.
 """
 
 import json
@@ -52,7 +53,8 @@ class Rival:
     """The rival's data and heads in the run's folder, made of `store`. `python`: its interpreter."""
 
     def __init__(self, python: Path, cfg: Config, store: Store, threads: int) -> None:
-        self.python, self.folder, self.target, self.threads = python, cfg.run_dir / "rival", resolve_target(cfg.target), threads
+        self.python, self.threads, self.target = python, threads, resolve_target(cfg.target)
+        self.folder = (cfg.run_dir / "rival").resolve()
         self._prepare(store, read_spec(self.target).num_layers)
 
     def _prepare(self, store: Store, num_layers: int) -> None:
@@ -69,11 +71,18 @@ class Rival:
                     mask[begin:end] = [1] * (end - begin)
                 documents[tuple(tokens)] = i
                 out.write(json.dumps({"input_ids": tokens, "loss_mask": mask}) + "\n")
-        command = [self.python.parent / "speculators", "prepare-data", "--model", self.target, "--data", self.folder / "rows.jsonl"]
+        command: list[str | Path] = [
+            self.python.parent / "speculators",
+            "prepare-data",
+            "--model",
+            self.target,
+            "--data",
+            self.folder / "rows.jsonl",
+        ]
         command += ["--output", self.folder / "data", "--seq-length", "2048", "--num-preprocessing-workers", "1", "--no-skip-token-freq"]
         self._run(command, "prepare.log")
         (self.folder / "states").mkdir()
-        for row, ids in enumerate(load_from_disk(str(self.folder / "data"))["input_ids"]):
+        for row, ids in enumerate(load_from_disk(str(self.folder / "data")).with_format(None)["input_ids"]):
             i = documents[tuple(ids)]
             states = torch.stack([store.state(i, name) for name in streams(num_layers)], 1).contiguous()
             save_file({"token_ids": torch.tensor(ids), "hidden_states": states}, str(self.folder / "states" / f"hs_{row}.safetensors"))

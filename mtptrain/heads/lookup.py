@@ -8,15 +8,16 @@ this for a long time, so it is built in:
                                           written along U, the directions in which the target's states vary least
     lookup groups   q = beta C e(t_{p+1}), k = M z_j ~ C e(t_j)         in the channels that RoPE turns slowly
                     and a bonus for the row itself in those it turns fast, which it looks at when nothing matches
-                    v = R e(t_{j+1})                                    R: random orthonormal directions
-    other groups    the row itself, v = R e(t_{p+1})
+                    v = R e(t_{j+1})                                    R: what of a token says most about the state that predicts it
+    other groups    the row itself, v = S e(t_{p+1})                    S: what of it says most about the state that is wanted
     o_proj          least squares: attention's outputs to the target's next state
     MLP             random, and adds nothing at first
 
-C e is the token's embedding, whitened and turned at random, so that different tokens have nearly orthogonal codes. This is the
-n-gram lookup of serving engines, and an induction head (arXiv 2209.11895) made by hand; training sharpens it.
+C e is of the token's embedding what the streams tell best of the token they belong to (canonical correlations), of about the same variance
+in each direction and turned at random, so that different tokens have nearly orthogonal codes; R and S are reduced-rank regressions.
+This is the n-gram lookup of serving engines, and an induction head (arXiv 2209.11895) made by hand; training sharpens it.
 
-Legend: R rows, H hidden, F what fc reads, Z what q, k, v read, C code, D head size.
+Legend: R rows, H hidden, F what fc reads, Z what q, k, v read, C code, V carried by values, J directions that vary, D head size.
 """
 
 import itertools
@@ -41,7 +42,9 @@ _ROWS_PER_INPUT = 30
 """More rows than this times F tell fc nothing new."""
 _CODE_SCALE = 0.1
 """eps: large enough to be read back, small enough not to disturb the state."""
-_SHARPNESS = 8.0
+_LARGEST_CORRELATION = 0.98
+"""A direction that is told better weighs no more than this one, 25."""
+_SHARPNESS = 10.0
 """beta: the score of a match; that of another token is around zero."""
 _SELF_BONUS = 2.0
 _SELF_SCORE = 40.0
@@ -61,14 +64,14 @@ class Moments:
 
     def __init__(self) -> None:
         self.rows = 0
-        self.gram_XX = self.cross_XY = self.sum_X = torch.zeros(())
+        self.gram_XX = self.cross_XY = self.sum_X = self.sum_Y = torch.zeros(())
 
     def add(self, x_RX: Tensor, y_RY: Tensor) -> None:
         x_RX, y_RY = x_RX.float(), y_RY.float()
         self.rows += len(x_RX)
         self.gram_XX = self.gram_XX + x_RX.T @ x_RX
         self.cross_XY = self.cross_XY + x_RX.T @ y_RY
-        self.sum_X = self.sum_X + x_RX.sum(0)
+        self.sum_X, self.sum_Y = self.sum_X + x_RX.sum(0), self.sum_Y + y_RY.sum(0)
 
     def solve(self, cross_XY: Tensor | None = None) -> Tensor:
         """[X, Y], of `cross_XY` where it is given."""
@@ -118,8 +121,10 @@ class _Code:
     """It was made from."""
     mean_H: Tensor
     basis_HC: Tensor
-    directions_HH: Tensor
-    """Orthonormal, for what values carry of e."""
+    followed_HV: Tensor
+    """What the lookups' values carry of the token that followed."""
+    given_HV: Tensor
+    """What the other groups' values carry of the row's own token."""
 
     def of(self, embed_RH: Tensor) -> Tensor:
         return (embed_RH - self.mean_H) @ self.basis_HC
@@ -145,7 +150,7 @@ def _init_fc(drafter: Drafter, batches: Batches, inverse_H: Tensor, random: torc
     """fc, and the code of tokens it writes beside the target's state."""
     head = drafter.head
     assert isinstance(head, Eagle3Head)
-    own, embeds, states = Moments(), Moments(), Moments()
+    own, embeds, states, label, given = Moments(), Moments(), Moments(), Moments(), Moments()
     cross_FH = torch.zeros(())
     for batch in batches():
         embed_TH = head.embed_norm(drafter.embed(batch.token_T)).float()
@@ -154,21 +159,63 @@ def _init_fc(drafter: Drafter, batches: Batches, inverse_H: Tensor, random: torc
         embeds.add(embed_TH, embed_TH[:, :0])
         states.add(state_TH, state_TH[:, :0])
         cross_FH = cross_FH + streams_TF.T @ embed_TH
+        rows, valid_R = batch.rows, batch.rows.valid_RK[:, 0]
+        next_AH = state_TH[rows.teacher_RK[valid_R, 0]]
+        label.add(embed_TH[rows.label_RK[valid_R, 0]], next_AH)
+        given.add(embed_TH[rows.input_RK[valid_R, 0]], next_AH)
     if not own.rows:
         raise UserError("head.init=least_squares: no row to fit; prepare more data")
-    content, _, _ = _channels(head)
     mean_H = embeds.sum_X / embeds.rows
     covariance_HH = embeds.gram_XX / embeds.rows - torch.outer(mean_H, mean_H)
-    values_H, vectors_HH = (x.flip(-1) for x in torch.linalg.eigh(covariance_HH.double()))
-    size = max(1, min(_lookups(head) * len(content), int((values_H > 1e-6 * values_H[0]).sum())))
-    turned_CC, turned_HH = (torch.linalg.qr(torch.randn(n, n, generator=random))[0].to(mean_H.device) for n in (size, len(mean_H)))
-    basis_HC = (vectors_HH[:, :size] / values_H[:size].clamp_min(1e-12).sqrt()).float() @ turned_CC
-    code = _Code(own.rows, mean_H, basis_HC, vectors_HH.float() @ turned_HH)
+    cross_FH = cross_FH - torch.outer(own.sum_X, mean_H)
+    fitted_FH = own.solve(cross_FH)
+    content, _, _ = _channels(head)
+    lookups, shape = _lookups(head), head.layer.config
+    basis_HC = _readable(covariance_HH, fitted_FH.T @ cross_FH / own.rows, lookups * len(content))
+    telling = [_telling(pairs, groups * shape.head_dim) for pairs, groups in ((label, lookups), (given, shape.num_kv_heads - lookups))]
+    code = _Code(own.rows, mean_H, *(_turned(directions, random) for directions in (basis_HC, *telling)))
+    size = basis_HC.shape[1]
     least_HC = torch.linalg.eigh(states.gram_XX.double())[1][:, :size].float()
-    state_FH = own.solve()
-    code_FC = own.solve((cross_FH - torch.outer(own.sum_X, mean_H)) @ basis_HC)
+    state_FH, code_FC = own.solve(), fitted_FH @ code.basis_HC
     head.fc.weight.copy_((state_FH - state_FH @ least_HC @ least_HC.T + _CODE_SCALE * code_FC @ least_HC.T).T)
     return code
+
+
+def _readable(covariance_HH: Tensor, explained_HH: Tensor, most: int) -> Tensor:
+    """[H, C]: the `most` directions of the embeddings that the streams tell best (canonical correlations), of weighted unit variance.
+
+    A direction of correlation r counts r / (1 - r^2): so much does the log-odds of "the same token" change with the product of the two
+    values, the one that is known and the one that was read, if both are Gaussian.
+    """
+    white_HJ = _whitening(covariance_HH.double())
+    squared_J, turn_JJ = torch.linalg.eigh(white_HJ.T @ explained_HH.double() @ white_HJ)
+    squared_C = squared_J[-most:].clamp(1e-9, _LARGEST_CORRELATION**2)
+    weight_C = squared_C.sqrt() / (1 - squared_C)
+    return (white_HJ @ turn_JJ[:, -most:] * (weight_C / weight_C.mean()).sqrt()).float()
+
+
+def _telling(pairs: Moments, most: int) -> Tensor:
+    """[H, V]: the `most` directions of the embeddings that say most about the state beside them (reduced-rank regression)."""
+    mean_H, mean_Y = pairs.sum_X / pairs.rows, pairs.sum_Y / pairs.rows
+    covariance_HH = (pairs.gram_XX / pairs.rows - torch.outer(mean_H, mean_H)).double()
+    cross_HY = (pairs.cross_XY / pairs.rows - torch.outer(mean_H, mean_Y)).double()
+    white_HJ = _whitening(covariance_HH)
+    turn_JV, size_V, _ = torch.linalg.svd(white_HJ.T @ cross_HY, full_matrices=False)
+    size_V = size_V[:most].clamp_min(1e-30)
+    return (white_HJ @ turn_JV[:, :most] * (size_V / size_V.mean()).sqrt()).float()
+
+
+def _whitening(covariance_HH: Tensor) -> Tensor:
+    """[H, J]: x @ it has unit variance in each of J directions, those that vary at all."""
+    values_H, vectors_HH = torch.linalg.eigh(covariance_HH)
+    kept_H = values_H > 1e-6 * values_H[-1]
+    return vectors_HH[:, kept_H] / values_H[kept_H].sqrt()
+
+
+def _turned(directions_HC: Tensor, random: torch.Generator) -> Tensor:
+    """The same directions mixed at random, so that each part of them says as much as another."""
+    count = directions_HC.shape[1]
+    return directions_HC @ torch.linalg.qr(torch.randn(count, count, generator=random))[0].to(directions_HC.device)
 
 
 def _init_attention(drafter: Drafter, batches: Batches, code: _Code) -> None:
@@ -197,18 +244,18 @@ def _init_attention(drafter: Drafter, batches: Batches, code: _Code) -> None:
     for group in range(shape.num_kv_heads):
         mine = slice(group * queries, (group + 1) * queries)
         if group < lookups:
-            first = group
+            first, values_HV = group, code.followed_HV
             code_P = (torch.arange(len(content)) + group * len(content)) % size
             q_NDZ[mine, content] = query_CZ[code_P] * (_SHARPNESS * scale / math.sqrt(len(content)))
             k_GDZ[group, content] = key_CZ[code_P] / math.sqrt(len(content))
             q_NDZ[mine, fast] = one_Z * (_SELF_BONUS * scale / max(1, len(fast)))
             k_GDZ[group, fast] = one_Z
         else:
-            first = group - lookups
+            first, values_HV = group - lookups, code.given_HV
             q_NDZ[mine, fastest] = one_Z * (_SELF_SCORE * scale / len(fastest))
             k_GDZ[group, fastest] = one_Z
-        carried = (torch.arange(shape.head_dim) + first * shape.head_dim) % hidden
-        v_GDZ[group, :, :hidden] = code.directions_HH[:, carried].T
+        carried = (torch.arange(shape.head_dim) + first * shape.head_dim) % values_HV.shape[1]
+        v_GDZ[group, :, :hidden] = values_HV[:, carried].T
     for projection, weight in ((attention.q_proj, q_NDZ), (attention.k_proj, k_GDZ), (attention.v_proj, v_GDZ)):
         projection.weight.copy_(weight.flatten(0, 1))
 

@@ -43,8 +43,8 @@ _FUSION_LR = 0.2
 """Of `train.optim.lr`, for a fusing projection that starts from least squares: a full rate undoes more of it than it adds."""
 _RAW_FUSION_LR = 0.01
 """The same, where it reads un-normed streams: some of their channels are hundreds of times larger than the others."""
-_QUERY_KEY_LR = 0.1
-"""The same, for queries and keys that start as a lookup."""
+_LOOKUP_LR = {"fusion_lr": 0.1, "query_key_lr": 0.2, "value_output_lr": 0.4}
+"""The same, for an eagle3 head, whose attention starts as a lookup."""
 
 
 def run(cfg: Config) -> None:
@@ -188,13 +188,13 @@ def from_least_squares(cfg: Config) -> bool:
 
 def train_config(cfg: Config) -> TrainConfig:
     """`cfg.train` with the shares of the learning rate that the head's first weights ask for."""
-    optim, head, solved = cfg.train.optim, cfg.head, from_least_squares(cfg)
-    raw = head.kind is HeadKind.eagle3 and not (head.fc_norm or head.norm_before_fc)
-    if optim.fusion_lr is None:
-        solved_lr = _RAW_FUSION_LR if raw else _FUSION_LR
-        optim = replace(optim, fusion_lr=solved_lr if solved else 1.0)
-    if optim.query_key_lr is None:
-        optim = replace(optim, query_key_lr=_QUERY_KEY_LR if solved and head.kind is HeadKind.eagle3 else 1.0)
+    optim, head = cfg.train.optim, cfg.head
+    shares: dict[str, Any] = {"fusion_lr": 1.0, "query_key_lr": 1.0, "value_output_lr": 1.0}
+    if from_least_squares(cfg):
+        shares |= {"fusion_lr": _FUSION_LR} if head.kind is not HeadKind.eagle3 else _LOOKUP_LR
+        if head.kind is HeadKind.eagle3 and not (head.fc_norm or head.norm_before_fc):
+            shares["fusion_lr"] = _RAW_FUSION_LR
+    optim = replace(optim, **{name: share for name, share in shares.items() if getattr(optim, name) is None})
     return replace(cfg.train, optim=optim)
 
 

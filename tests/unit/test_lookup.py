@@ -144,3 +144,29 @@ def test_it_reads_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_a_row_there_is_nothing_to_fit() -> None:
     with pytest.raises(UserError, match=r"head\.init=least_squares: no row to fit"):
         init_lookup(drafter(), lambda: [], NORM, seed=0)
+
+
+def test_values_carry_what_says_most_about_the_state() -> None:
+    random = torch.Generator().manual_seed(2)
+    embed = torch.randn(4000, 12, generator=random) @ torch.randn(12, 12, generator=random)
+    map_HY = torch.randn(12, 2, generator=random) @ torch.randn(2, 6, generator=random)
+    pairs = lookup.Moments()
+    pairs.add(embed + 3.0, embed @ map_HY + 1.0)
+    carried = (embed - embed.mean(0)) @ lookup._telling(pairs, 2)
+    state = embed @ map_HY
+    fit = torch.linalg.lstsq(carried.double(), (state - state.mean(0)).double())
+    left = (carried.double() @ fit.solution - (state - state.mean(0))).square().sum()
+    assert float(left / state.square().sum()) < 1e-8  # two of twelve directions say all there is
+
+
+def test_a_code_is_of_what_the_streams_tell_of_the_token() -> None:
+    random = torch.Generator().manual_seed(3)
+    embed = torch.randn(20000, 8, generator=random)
+    told = embed[:, :3] + 0.1 * torch.randn(20000, 3, generator=random)  # correlation 0.995 in three directions, none in the others
+    fit = torch.linalg.lstsq(told.double(), embed.double()).solution
+    covariance = embed.double().T @ embed.double() / len(embed)
+    explained = fit.T @ (told.double().T @ embed.double()) / len(embed)
+    basis = lookup._readable(covariance, explained, 4)
+    shares = basis[:3].square().sum() / basis.square().sum()
+    assert float(shares) > 0.99
+    assert torch.linalg.matrix_rank(basis[:3].double(), rtol=1e-2) == 3

@@ -75,12 +75,13 @@ def test_what_lies_outside_the_layer_has_its_share_of_the_rate(kind: HeadKind, o
     assert {group["lr"] for group in other.param_groups} == {0.5}
 
 
-def test_queries_and_keys_have_a_share_of_their_own() -> None:
+def test_attention_has_shares_of_its_own() -> None:
     head = small_head(small_spec(num_layers=8), kind=HeadKind.eagle3)
-    set_lr(optimizer := build_adamw(OptimConfig(fusion_lr=0.2, query_key_lr=0.1), head), 0.5)
+    set_lr(optimizer := build_adamw(OptimConfig(fusion_lr=0.2, query_key_lr=0.1, value_output_lr=0.4), head), 0.5)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     found = {name: rates[id(p)] for name, p in head.named_parameters()}
     assert len(found) == len(rates)
     assert {name for name, rate in found.items() if rate == 0.05} == {f"layer.self_attn.{x}_proj.weight" for x in "qk"}
+    assert {name for name, rate in found.items() if rate == 0.2} == {f"layer.self_attn.{x}_proj.weight" for x in "vo"}
     assert {name.split(".")[0] for name, rate in found.items() if rate == 0.1} == {"fc", "embed_norm", "hidden_norm", "norm"}
-    assert found["lm_head.weight"] == found["layer.self_attn.v_proj.weight"] == 0.5
+    assert found["lm_head.weight"] == found["layer.mlp.up_proj.weight"] == 0.5
