@@ -43,19 +43,11 @@ class _ChunkedKl(torch.autograd.Function):
         kl_S, overlap_S, match_S = (torch.zeros(len(teacher_S), device=state_SH.device) for _ in range(3))
         for rows in order_S.split(chunk_rows):
             index_U, back_C = torch.unique(teacher_S[rows], return_inverse=True)
-            log_p_UV = lm_head.logits(teacher_TH[index_U]).log_softmax(-1)
-            p_UV, choice_U = log_p_UV.exp(), log_p_UV.argmax(-1)
-            negentropy_U = log_p_UV.mul_(p_UV).sum(-1)
-            logits_CV = student.logits(state_SH[rows])
-            match_S[rows] = (logits_CV.argmax(-1) == choice_U[back_C]).float()
-            log_q_CV, p_CV = logits_CV.log_softmax(-1), p_UV[back_C]
-            kl_S[rows] = negentropy_U[back_C] - (p_CV * log_q_CV).sum(-1)
-            q_CV = log_q_CV.exp_()
-            overlap_S[rows] = torch.minimum(p_CV, q_CV).sum(-1)
-            raw_CV = student.raw_gradient(q_CV.sub_(p_CV), logits_CV)
+            kl_S[rows], overlap_S[rows], match_S[rows], raw_CV = _chunk(state_SH[rows], student, teacher_TH[index_U], lm_head, back_C)
             grad_SH[rows] = student.state_gradient(raw_CV) * weight_S[rows, None]
             if grad_VH is not None:
                 grad_VH += raw_CV.T @ (state_SH[rows].float() * weight_S[rows, None])
+            del raw_CV  # before the next chunk's
         ctx.save_for_backward(grad_SH, *([] if grad_VH is None else [grad_VH]))
         ctx.dtypes = state_SH.dtype, None if projection_VH is None else projection_VH.dtype  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(kl_S, overlap_S, match_S)
@@ -66,6 +58,25 @@ class _ChunkedKl(torch.autograd.Function):
         saved = ctx.saved_tensors  # type: ignore[attr-defined]
         scaled = [(g * grads[0]).to(dtype) for g, dtype in zip(saved, ctx.dtypes, strict=False)]  # type: ignore[attr-defined]
         return scaled[0], scaled[1] if len(scaled) > 1 else None, None, None, None, None, None
+
+
+def _chunk(state_CH: Tensor, student: LmHead, teacher_UH: Tensor, lm_head: LmHead, back_C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """KL, overlap and match [C], and the KL's gradient with respect to state @ weight.T [C, V]; holds two [C, V] and two [U, V]."""
+    log_p_UV = lm_head.logits(teacher_UH).log_softmax(-1)
+    p_UV, choice_U = log_p_UV.exp(), log_p_UV.argmax(-1)
+    negentropy_U = log_p_UV.mul_(p_UV).sum(-1)
+    del log_p_UV
+    logits_CV = student.logits(state_CH)
+    match_C = (logits_CV.argmax(-1) == choice_U[back_C]).float()
+    slope_CV, log_q_CV = student.slope(logits_CV), logits_CV.log_softmax(-1)
+    del logits_CV
+    p_CV = p_UV[back_C]
+    kl_C = negentropy_U[back_C] - torch.einsum("cv,cv->c", p_CV, log_q_CV)
+    raw_CV = log_q_CV.exp_().sub_(p_CV)
+    overlap_C = 1.0 - 0.5 * torch.linalg.vector_norm(raw_CV, ord=1, dim=-1)
+    if not isinstance(slope_CV, float) or slope_CV != 1.0:
+        raw_CV.mul_(slope_CV)
+    return kl_C, overlap_C, match_C, raw_CV
 
 
 def distillation_kl(

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Training throughput: supervised tokens a second, against the rival's trainer on the same responses, and against the machine's floor.
 
-    python tools/bench_train.py [--rival RIVAL/bin/python] [--vocabularies full 8192] [--rounds N] [--json FILE] [key=value ...]
+    python tools/bench_train.py [--rival RIVAL/bin/python] [--vocabularies full 8192] [--rounds N] [--profile] [--json FILE] [key=value ...]
 
 Sides take turns, each in a process of its own with the same threads. `eagle3` has the rival's architecture: fc over three streams, an
 output projection of its own, trained; `mtp` is mtptrain's default head. The floor is the matrix products that the rows of an update must
@@ -28,6 +28,7 @@ from mtptrain.stages.train import initial_head, loss_projection, make_trainer, t
 from mtptrain.store.reader import Store
 from mtptrain.target.resolve import resolve_target
 from mtptrain.target.spec import read_spec
+from mtptrain.trainer import Trainer
 
 _WARM = 2
 """Updates that do not count."""
@@ -73,8 +74,8 @@ def _rows(store: Store, documents: list[int], steps: int) -> Alignment:
     return pack_alignments([align(e.length, e.spans, steps) for e in entries], [e.length for e in entries])
 
 
-def ours(overrides: list[str], updates: int) -> dict[str, Any]:
-    """Some updates of our trainer: supervised rows a second, and seconds over the floor's."""
+def _begin(overrides: list[str]) -> tuple[Config, Store, Trainer, int]:
+    """A trainer before its first update, and the rows of its loss's vocabulary."""
     cfg = compose(overrides)[0]
     context = open_context(cfg)
     store = open_store(cfg, streams(context.spec.num_layers)[:3])
@@ -82,6 +83,13 @@ def ours(overrides: list[str], updates: int) -> dict[str, Any]:
     head = initial_head(cfg, context, store, documents)
     vocabulary = len(loss_projection(cfg, context, store, documents, head).weight_VH)
     trainer = make_trainer(cfg, context, store, documents, head, lambda _: {"mean_accepted_length": 0.0}, lambda _: None)
+    return cfg, store, trainer, vocabulary
+
+
+def ours(overrides: list[str], updates: int) -> dict[str, Any]:
+    """Some updates of our trainer: supervised rows a second, and seconds over the floor's."""
+    cfg, store, trainer, vocabulary = _begin(overrides)
+    head = trainer.head
     seconds, rows, flops = [], [], []
     rates = [_matrix_rate(cfg, cfg.train.loss.chunk_rows)]
     for number in range(_WARM + updates):
@@ -104,6 +112,29 @@ def ours(overrides: list[str], updates: int) -> dict[str, Any]:
     }
 
 
+def profile(overrides: list[str], updates: int) -> dict[str, Any]:
+    """Where an update's time goes: shares of all operators' own time."""
+    _, _, trainer, vocabulary = _begin(overrides)
+    for number in range(_WARM):
+        trainer.update(trainer.updates[number % len(trainer.updates)])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as found:
+        for number in range(_WARM, _WARM + updates):
+            trainer.update(trainer.updates[number % len(trainer.updates)])
+    shares = dict.fromkeys(
+        ("products with the vocabulary", "other products with weights", "attention", "passes over logits", "the rest"), 0.0
+    )
+    for event in found.key_averages(group_by_input_shape=True):
+        wide = any(vocabulary in shape for shape in event.input_shapes)
+        if event.key in ("aten::mm", "aten::addmm"):
+            part = "products with the vocabulary" if wide else "other products with weights"
+        elif wide:
+            part = "passes over logits"
+        else:
+            part = "attention" if event.key in ("aten::bmm", "aten::_softmax", "aten::_softmax_backward_data") else "the rest"
+        shares[part] += event.self_cpu_time_total
+    return {"shares": {part: time / sum(shares.values()) for part, time in shares.items()}}
+
+
 def _matrix_rate(cfg: Config, rows: int) -> float:
     return measure_flops_per_second(cfg, read_spec(resolve_target(cfg.target)), rows)
 
@@ -123,8 +154,10 @@ def compare(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, An
         cfg = compose(wanted)[0]
         rival = Rival(arguments.rival, cfg, store, cfg.threads or torch.get_num_threads())
     found: dict[str, Any] = {}
+    if arguments.profile:
+        return {size: {n: apart(profile, [*wanted, *c], 4) for n, c in sides(_size(size)).items()} for size in arguments.vocabularies}
     for size in arguments.vocabularies:
-        vocabulary = None if size == "full" else int(size)
+        vocabulary = _size(size)
         runs: dict[str, list[dict[str, Any]]] = {}
         for _ in range(arguments.rounds):
             for name, changes in sides(vocabulary).items():
@@ -140,10 +173,22 @@ def compare(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, An
     return found
 
 
+def _size(name: str) -> int | None:
+    return None if name == "full" else int(name)
+
+
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The median of each figure, and the largest memory."""
     row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     return row | {"peak_bytes": max(run["peak_bytes"] for run in runs)}
+
+
+def show_profile(found: dict[str, Any]) -> None:
+    for size, rows in found.items():
+        for name, row in rows.items():
+            print(f"\n{name}, vocabulary {size}\n\n| share of the time | in |\n|---|---|")
+            for part, share in row["shares"].items():
+                print(f"| {100 * share:.0f} % | {part} |")
 
 
 def show(found: dict[str, Any]) -> None:
@@ -165,10 +210,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--rival-steps", type=int, default=8)
+    parser.add_argument("--profile", action="store_true", help="where the time goes, instead of how much it is")
     parser.add_argument("--json", type=Path)
     arguments, overrides = parser.parse_known_args()
     found = compare(arguments, [*SMALL, *overrides])
-    show(found)
+    show_profile(found) if arguments.profile else show(found)
     save(found, arguments.json)
 
 

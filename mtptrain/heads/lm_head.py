@@ -27,14 +27,12 @@ class LmHead:
             raw_RV = raw_RV * self.scale
         return raw_RV if self.softcap is None else self.softcap * (raw_RV / self.softcap).tanh()
 
-    def raw_gradient(self, grad_RV: Tensor, logits_RV: Tensor) -> Tensor:
-        """Gradient with respect to state @ weight.T, given that of the logits."""
-        if self.softcap is not None:
-            grad_RV = grad_RV * (1.0 - (logits_RV / self.softcap).square())
-        return grad_RV * self.scale if self.scale != 1.0 else grad_RV
+    def slope(self, logits_RV: Tensor) -> Tensor | float:
+        """The derivative of `logits` with respect to state @ weight.T: one number, or [R, V] with a softcap."""
+        return self.scale if self.softcap is None else self.scale * (1.0 - (logits_RV / self.softcap).square())
 
     def state_gradient(self, raw_RV: Tensor) -> Tensor:
-        """Gradient with respect to the state, float32 [R, H], given `raw_gradient`."""
+        """Gradient with respect to the state, float32 [R, H], given that of state @ weight.T."""
         return (raw_RV.to(self.weight_VH.dtype) @ self.weight_VH).float()
 
     def tokens(self, row_R: Tensor) -> Tensor:
