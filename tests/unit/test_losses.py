@@ -74,12 +74,20 @@ def test_fault_17_logits_never_hold_more_rows_than_a_chunk(monkeypatch: pytest.M
     held: list[int] = []
     plain = LmHead.logits
 
-    def logits(self: LmHead, rows: torch.Tensor) -> torch.Tensor:
+    def logits(self: LmHead, rows: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         held.append(len(rows))
-        return plain(self, rows)
+        return plain(self, rows, room)
 
     monkeypatch.setattr(LmHead, "logits", logits)
     distillation_kl(state.requires_grad_(), weight, teacher, finals, LmHead(lm_head), 5)[0].backward()
     assert max(held) == 5
     assert len(held) == 2 * 5  # draft and teacher of five chunks; a state that several rows share is projected once
     assert sum(held) < 2 * S
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_logits_made_in_a_given_room_are_the_same(softcap: float | None) -> None:
+    state, weight = torch.randn(7, 12), torch.randn(2500, 12)  # three blocks of rows, the last one shorter
+    lm_head, room = LmHead(weight, scale=0.5, softcap=softcap), torch.full((9, 2500), float("nan"))
+    torch.testing.assert_close(lm_head.logits(state, room[:7]), lm_head.logits(state), rtol=1e-5, atol=1e-6)
+    assert room[7:].isnan().all()
