@@ -47,7 +47,7 @@ class _ChunkedKl(torch.autograd.Function):
             kl_S[rows], overlap_S[rows], match_S[rows], raw_CV = _chunk(state_SH[rows], student, teacher_TH[index_U], lm_head, back_C, room)
             grad_SH[rows] = student.state_gradient(raw_CV) * weight_S[rows, None]
             if grad_VH is not None:
-                grad_VH += raw_CV.T @ (state_SH[rows].float() * weight_S[rows, None])
+                torch.addmm(grad_VH, raw_CV.T, state_SH[rows].float() * weight_S[rows, None], out=grad_VH)
         ctx.save_for_backward(grad_SH, *([] if grad_VH is None else [grad_VH]))
         ctx.dtypes = state_SH.dtype, None if projection_VH is None else projection_VH.dtype  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(kl_S, overlap_S, match_S)
