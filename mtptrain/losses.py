@@ -41,13 +41,19 @@ class _ChunkedKl(torch.autograd.Function):
         grad_SH = torch.zeros(state_SH.shape, dtype=torch.float32, device=state_SH.device)
         grad_VH = None if projection_VH is None else torch.zeros_like(projection_VH, dtype=torch.float32)
         kl_S, overlap_S, match_S = (torch.zeros(len(teacher_S), device=state_SH.device) for _ in range(3))
-        room = _Room(min(chunk_rows, len(order_S)), len(lm_head.weight_VH), len(student.weight_VH), state_SH.device)
-        for rows in order_S.split(chunk_rows):
-            index_U, back_C = torch.unique(teacher_S[rows], return_inverse=True)
-            kl_S[rows], overlap_S[rows], match_S[rows], raw_CV = _chunk(state_SH[rows], student, teacher_TH[index_U], lm_head, back_C, room)
+        chunks = [(rows, *torch.unique(teacher_S[rows], return_inverse=True)) for rows in order_S.split(chunk_rows)]
+        most_U, most_C = (max((len(chunk[i]) for chunk in chunks), default=0) for i in (1, 0))
+        # room for a chunk's matrices, used again by the next: a CPU's kernel takes eight times as long to hand it out as it takes to fill
+        teacher_room_2UV = torch.empty(2, most_U, len(lm_head.weight_VH), device=state_SH.device)
+        student_room_2CV = torch.empty(2, most_C, len(student.weight_VH), device=state_SH.device)
+        for rows, index_U, back_C in chunks:
+            with torch.autocast(state_SH.device.type, enabled=False):  # which would round the sums over the vocabulary
+                kl_S[rows], overlap_S[rows], match_S[rows], raw_CV = _chunk(
+                    state_SH[rows], student, student_room_2CV, teacher_TH[index_U], lm_head, teacher_room_2UV, back_C
+                )
             grad_SH[rows] = student.state_gradient(raw_CV) * weight_S[rows, None]
             if grad_VH is not None:
-                torch.addmm(grad_VH, raw_CV.T, state_SH[rows].float() * weight_S[rows, None], out=grad_VH)
+                grad_VH += raw_CV.T @ (state_SH[rows].float() * weight_S[rows, None])
         ctx.save_for_backward(grad_SH, *([] if grad_VH is None else [grad_VH]))
         ctx.dtypes = state_SH.dtype, None if projection_VH is None else projection_VH.dtype  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(kl_S, overlap_S, match_S)
@@ -60,30 +66,21 @@ class _ChunkedKl(torch.autograd.Function):
         return scaled[0], scaled[1] if len(scaled) > 1 else None, None, None, None, None, None
 
 
-class _Room:
-    """Room for a chunk's matrices, two of the teacher and two of the student, used again by the next chunk: on a CPU, getting memory of
-    this size from the kernel takes as long as filling it ten times."""
-
-    def __init__(self, rows: int, teacher_size: int, student_size: int, device: torch.device) -> None:
-        self._teacher = [torch.empty(rows, teacher_size, device=device) for _ in range(2)]
-        self._student = [torch.empty(rows, student_size, device=device) for _ in range(2)]
-
-    def teacher(self, rows: int) -> tuple[Tensor, Tensor]:
-        return self._teacher[0][:rows], self._teacher[1][:rows]
-
-    def student(self, rows: int) -> tuple[Tensor, Tensor]:
-        return self._student[0][:rows], self._student[1][:rows]
-
-
 def _chunk(
-    state_CH: Tensor, student: LmHead, teacher_UH: Tensor, lm_head: LmHead, back_C: Tensor, room: _Room
+    state_CH: Tensor,
+    student: LmHead,
+    student_room_2CV: Tensor,
+    teacher_UH: Tensor,
+    lm_head: LmHead,
+    teacher_room_2UV: Tensor,
+    back_C: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """KL, overlap and match [C], and the KL's gradient with respect to state @ weight.T [C, V], which lies in `room`."""
-    one_UV, other_UV = room.teacher(len(teacher_UH))
+    """KL, overlap and match [C], and the KL's gradient with respect to state @ weight.T [C, V], which lies in the student's room."""
+    one_UV, other_UV = teacher_room_2UV[:, : len(teacher_UH)]
     log_p_UV = torch.log_softmax(lm_head.logits(teacher_UH, one_UV), -1, out=other_UV)
     p_UV, choice_U = torch.exp(log_p_UV, out=one_UV), log_p_UV.argmax(-1)
     negentropy_U = torch.einsum("uv,uv->u", p_UV, log_p_UV)
-    one_CV, other_CV = room.student(len(state_CH))
+    one_CV, other_CV = student_room_2CV[:, : len(state_CH)]
     logits_CV = student.logits(state_CH, one_CV)
     match_C = (logits_CV.argmax(-1) == choice_U[back_C]).float()
     slope_CV, log_q_CV = student.slope(logits_CV), torch.log_softmax(logits_CV, -1, out=other_CV)

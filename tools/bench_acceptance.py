@@ -59,11 +59,11 @@ def train_both(arguments: argparse.Namespace, overrides: list[str], rival: Rival
         their_step = statistics.median(seconds for seconds, _ in theirs.result()["steps"][2:])
         my_step = mine.result()["update_seconds"]
         found: dict[str, dict[str, Any]] = {}
-        for label, seconds in ((", a third", arguments.seconds / 3), ("", arguments.seconds)):
+        for number, (label, seconds) in enumerate({", a third": arguments.seconds / 3, "": arguments.seconds}.items()):
             steps = int(seconds / their_step)
             epochs = math.ceil(steps / theirs.result()["steps_per_epoch"])
-            at_once = pool.submit(rival.train, f"acceptance-{len(found)}", VOCABULARY, steps, epochs)
-            found[f"ours{label}"] = apart(train_ours, overrides, f"bench-{len(found)}", int(seconds / my_step))
+            at_once = pool.submit(rival.train, f"acceptance-{number}", VOCABULARY, steps, epochs)
+            found[f"ours{label}"] = apart(train_ours, overrides, f"bench-{number}", int(seconds / my_step))
             report = at_once.result()
             found[f"rival{label}"] = {
                 "folder": report["head"],

@@ -149,13 +149,13 @@ def sides(vocabulary: int | None) -> dict[str, list[str]]:
 
 def compare(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     wanted, store = shared_data(overrides)
+    if arguments.profile:
+        return {size: {n: apart(profile, [*wanted, *c], 4) for n, c in sides(_size(size)).items()} for size in arguments.vocabularies}
     rival = None
     if arguments.rival:
         cfg = compose(wanted)[0]
         rival = Rival(arguments.rival, cfg, store, cfg.threads or torch.get_num_threads())
     found: dict[str, Any] = {}
-    if arguments.profile:
-        return {size: {n: apart(profile, [*wanted, *c], 4) for n, c in sides(_size(size)).items()} for size in arguments.vocabularies}
     for size in arguments.vocabularies:
         vocabulary = _size(size)
         runs: dict[str, list[dict[str, Any]]] = {}

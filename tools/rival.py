@@ -71,14 +71,8 @@ class Rival:
                     mask[begin:end] = [1] * (end - begin)
                 documents[tuple(tokens)] = i
                 out.write(json.dumps({"input_ids": tokens, "loss_mask": mask}) + "\n")
-        command: list[str | Path] = [
-            self.python.parent / "speculators",
-            "prepare-data",
-            "--model",
-            self.target,
-            "--data",
-            self.folder / "rows.jsonl",
-        ]
+        command: list[str | Path] = [self.python.parent / "speculators", "prepare-data", "--model", self.target]
+        command += ["--data", self.folder / "rows.jsonl"]
         command += ["--output", self.folder / "data", "--seq-length", "2048", "--num-preprocessing-workers", "1", "--no-skip-token-freq"]
         self._run(command, "prepare.log")
         (self.folder / "states").mkdir()

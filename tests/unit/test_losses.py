@@ -91,3 +91,14 @@ def test_logits_made_in_a_given_room_are_the_same(softcap: float | None) -> None
     lm_head, room = LmHead(weight, scale=0.5, softcap=softcap), torch.full((9, 2500), float("nan"))
     torch.testing.assert_close(lm_head.logits(state, room[:7]), lm_head.logits(state), rtol=1e-5, atol=1e-6)
     assert room[7:].isnan().all()
+
+
+def test_autocast_does_not_round_the_sums_over_the_vocabulary() -> None:
+    torch.manual_seed(0)
+    state, finals, weight = (torch.randn(n, 16).bfloat16() for n in (6, 6, 3000))
+    teacher = torch.tensor([0, 3, 5, 1, 0, 2])
+    lm_head = LmHead(weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, found = distillation_kl(state, torch.ones(6), teacher, finals, lm_head, 4)
+    log_p, log_q = (lm_head.logits(x).double().log_softmax(-1) for x in (finals[teacher], state))
+    torch.testing.assert_close(found.kl_S.double(), (log_p.exp() * (log_p - log_q)).sum(-1), rtol=1e-5, atol=1e-5)
