@@ -29,8 +29,8 @@ _SELF_TRIES = 1.5
 """User turns sampled for each one kept."""
 _PROCESS_BYTES = 500 << 20
 """Python with torch and transformers loaded."""
-_LOGIT_COPIES = 6
-"""Arrays of chunk_rows x vocabulary alive at once in the loss."""
+_LOGIT_COPIES = 3
+"""Arrays of chunk_rows x vocabulary alive at once in the loss: the draft's, the teacher's, and less than one of a block's."""
 
 
 class SizeUnknown(UserError):

@@ -1,6 +1,7 @@
 """Distillation losses over supervised rows only, in chunks, so that memory never grows with tokens x vocabulary.
 
-Legend: S student rows (all unrolled steps together), U distinct teacher rows, H hidden, V vocabulary (or its subset), C chunk.
+Legend: S student rows (all unrolled steps together), U distinct teacher rows, H hidden, V vocabulary (or its subset), C chunk,
+N blocks of the vocabulary, B ids of a block.
 """
 
 from dataclasses import dataclass
@@ -44,16 +45,13 @@ class _ChunkedKl(torch.autograd.Function):
         chunks = [(rows, *torch.unique(teacher_S[rows], return_inverse=True)) for rows in order_S.split(chunk_rows)]
         most_U, most_C = (max((len(chunk[i]) for chunk in chunks), default=0) for i in (1, 0))
         # room for a chunk's matrices, used again by the next: a CPU's kernel takes eight times as long to hand it out as it takes to fill
-        teacher_room_2UV = torch.empty(2, most_U, len(lm_head.weight_VH), device=state_SH.device)
-        student_room_2CV = torch.empty(2, most_C, len(student.weight_VH), device=state_SH.device)
-        for rows, index_U, back_C in chunks:
-            with torch.autocast(state_SH.device.type, enabled=False):  # which would round the sums over the vocabulary
-                kl_S[rows], overlap_S[rows], match_S[rows], raw_CV = _chunk(
-                    state_SH[rows], student, student_room_2CV, teacher_TH[index_U], lm_head, teacher_room_2UV, back_C
-                )
-            grad_SH[rows] = student.state_gradient(raw_CV) * weight_S[rows, None]
-            if grad_VH is not None:
-                grad_VH += raw_CV.T @ (state_SH[rows].float() * weight_S[rows, None])
+        teacher_room = torch.empty(most_U * len(lm_head.weight_VH), device=state_SH.device)
+        student_room = torch.empty(most_C * len(student.weight_VH), device=state_SH.device)
+        with torch.autocast(state_SH.device.type, enabled=False):  # which would round the sums over the vocabulary
+            for rows, index_U, back_C in chunks:
+                teacher = _teacher(teacher_TH[index_U], lm_head, teacher_room)
+                chunk = _Chunk(state_SH[rows], weight_S[rows], back_C)
+                kl_S[rows], overlap_S[rows], match_S[rows], grad_SH[rows] = _student(chunk, student, teacher, student_room, grad_VH)
         ctx.save_for_backward(grad_SH, *([] if grad_VH is None else [grad_VH]))
         ctx.dtypes = state_SH.dtype, None if projection_VH is None else projection_VH.dtype  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(kl_S, overlap_S, match_S)
@@ -66,31 +64,113 @@ class _ChunkedKl(torch.autograd.Function):
         return scaled[0], scaled[1] if len(scaled) > 1 else None, None, None, None, None, None
 
 
-def _chunk(
-    state_CH: Tensor,
-    student: LmHead,
-    student_room_2CV: Tensor,
-    teacher_UH: Tensor,
-    lm_head: LmHead,
-    teacher_room_2UV: Tensor,
-    back_C: Tensor,
+@dataclass(slots=True)
+class _Teacher:
+    p_UB: list[Tensor]
+    """Its probabilities, block by block."""
+    negentropy_U: Tensor
+    """sum_v p log p."""
+    choice_U: Tensor
+
+
+@dataclass(slots=True)
+class _Chunk:
+    state_CH: Tensor
+    weight_C: Tensor
+    back_C: Tensor
+    """The teacher row of each student row."""
+
+
+class _Softmax:
+    """softmax of logits that come in blocks: each is turned into exp(logits - its largest) while it is in the cache.
+
+    A block is contiguous in `room`, of which R x V elements are used. Probabilities are the exponentials times `factors` (one a row and
+    block), known once all blocks have come.
+    """
+
+    def __init__(self, rows: int, head: LmHead, room: Tensor) -> None:
+        self.blocks = head.blocks()
+        self.room = room
+        self.exponential_RB = [room[rows * b.start : rows * b.stop].view(rows, b.stop - b.start) for b in self.blocks]
+        self.peak_RN, self.total_RN = (room.new_empty(rows, len(self.blocks)) for _ in range(2))
+
+    def like_blocks(self) -> list[Tensor]:
+        """For each block a tensor of its shape, all in the same place, for what lasts no longer than a block's turn."""
+        most = max(block.numel() for block in self.exponential_RB)
+        place = self.room.new_empty(most)
+        return [place[: block.numel()].view_as(block) for block in self.exponential_RB]
+
+    def take(self, number: int) -> None:
+        """Overwrite block `number`'s logits by their exponentials."""
+        block_RB = self.exponential_RB[number]
+        peak_R1 = torch.amax(block_RB, -1, keepdim=True)
+        self.peak_RN[:, number] = peak_R1[:, 0]
+        self.total_RN[:, number] = block_RB.sub_(peak_R1).exp_().sum(-1)
+
+    def normaliser(self) -> Tensor:
+        """log sum_v exp(logit_v), [R]."""
+        return torch.logsumexp(self.peak_RN + self.total_RN.log(), -1)
+
+    def factors(self) -> Tensor:
+        """What makes a block's exponentials probabilities, [R, N]."""
+        return torch.exp(self.peak_RN - self.normaliser()[:, None])
+
+    def choice(self) -> Tensor:
+        """The first id with the largest logit, int64 [R]."""
+        best_R, device = self.peak_RN.argmax(-1), self.room.device
+        rows = len(best_R)
+        start_R = torch.tensor([b.start for b in self.blocks], device=device)[best_R]
+        width_R = torch.tensor([b.stop - b.start for b in self.blocks], device=device)[best_R]
+        inside_RB = torch.arange(self.blocks[0].stop, device=device).expand(rows, -1).minimum(width_R[:, None] - 1)
+        first_R = start_R * rows + torch.arange(rows, device=device) * width_R
+        return start_R + self.room[first_R[:, None] + inside_RB].argmax(-1)
+
+
+def _teacher(state_UH: Tensor, lm_head: LmHead, room: Tensor) -> _Teacher:
+    """Its probabilities, in `room`."""
+    softmax = _Softmax(len(state_UH), lm_head, room)
+    dot_UN = torch.empty_like(softmax.peak_RN)
+    spare_UB = softmax.like_blocks()
+    for n, block_UB in enumerate(softmax.exponential_RB):
+        logits_UB = spare_UB[n].copy_(lm_head.block_logits(state_UH, softmax.blocks[n], block_UB))
+        softmax.take(n)
+        dot_UN[:, n] = logits_UB.mul_(block_UB).sum(-1)
+    choice_U, factor_UN = softmax.choice(), softmax.factors()
+    for n, block_UB in enumerate(softmax.exponential_RB):
+        block_UB.mul_(factor_UN[:, n, None])
+    return _Teacher(softmax.exponential_RB, (dot_UN * factor_UN).sum(-1) - softmax.normaliser(), choice_U)
+
+
+def _student(
+    chunk: _Chunk, student: LmHead, teacher: _Teacher, room: Tensor, grad_VH: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """KL, overlap and match [C], and the KL's gradient with respect to state @ weight.T [C, V], which lies in the student's room."""
-    one_UV, other_UV = teacher_room_2UV[:, : len(teacher_UH)]
-    log_p_UV = torch.log_softmax(lm_head.logits(teacher_UH, one_UV), -1, out=other_UV)
-    p_UV, choice_U = torch.exp(log_p_UV, out=one_UV), log_p_UV.argmax(-1)
-    negentropy_U = torch.einsum("uv,uv->u", p_UV, log_p_UV)
-    one_CV, other_CV = student_room_2CV[:, : len(state_CH)]
-    logits_CV = student.logits(state_CH, one_CV)
-    match_C = (logits_CV.argmax(-1) == choice_U[back_C]).float()
-    slope_CV, log_q_CV = student.slope(logits_CV), torch.log_softmax(logits_CV, -1, out=other_CV)
-    p_CV = torch.index_select(p_UV, 0, back_C, out=one_CV)  # the logits are not needed any more
-    kl_C = negentropy_U[back_C] - torch.einsum("cv,cv->c", p_CV, log_q_CV)
-    raw_CV = log_q_CV.exp_().sub_(p_CV)
-    overlap_C = 1.0 - 0.5 * torch.linalg.vector_norm(raw_CV, ord=1, dim=-1)
-    if not isinstance(slope_CV, float) or slope_CV != 1.0:
-        raw_CV.mul_(slope_CV)
-    return kl_C, overlap_C, match_C, raw_CV
+    """KL, overlap and match [C], and the gradient of weight * KL with respect to the state [C, H]; a projection's is added to `grad_VH`."""
+    softmax = _Softmax(len(chunk.state_CH), student, room)
+    dot_C, overlap_C = (torch.zeros(len(chunk.state_CH), device=room.device) for _ in range(2))
+    slopes, spare_CB, other_CB = [], softmax.like_blocks(), softmax.like_blocks()
+    for n, block_CB in enumerate(softmax.exponential_RB):
+        logits_CB = student.block_logits(chunk.state_CH, softmax.blocks[n], block_CB)
+        slopes.append(student.slope(logits_CB))
+        p_CB = torch.index_select(teacher.p_UB[n], 0, chunk.back_C, out=spare_CB[n])
+        dot_C += p_CB.mul_(logits_CB).sum(-1)
+        softmax.take(n)
+    match_C = (softmax.choice() == teacher.choice_U[chunk.back_C]).float()
+    factor_CN = softmax.factors()
+    grad_CH = torch.zeros(chunk.state_CH.shape, device=room.device)
+    weighted_CH = chunk.state_CH.float() * chunk.weight_C[:, None]
+    for n, block_CB in enumerate(softmax.exponential_RB):
+        q_CB = block_CB.mul_(factor_CN[:, n, None])
+        p_CB = torch.index_select(teacher.p_UB[n], 0, chunk.back_C, out=spare_CB[n])
+        overlap_C += torch.minimum(q_CB, p_CB, out=other_CB[n]).sum(-1)
+        raw_CB, slope_CB = q_CB.sub_(p_CB), slopes[n]
+        if not isinstance(slope_CB, float) or slope_CB != 1.0:
+            raw_CB.mul_(slope_CB)
+        student.add_state_gradient(raw_CB, softmax.blocks[n], grad_CH)
+        if grad_VH is not None:
+            grad_BH = grad_VH[softmax.blocks[n]]
+            torch.addmm(grad_BH, raw_CB.T, weighted_CH, out=grad_BH)
+    kl_C = teacher.negentropy_U[chunk.back_C] - dot_C + softmax.normaliser()
+    return kl_C, overlap_C, match_C, grad_CH * chunk.weight_C[:, None]
 
 
 def distillation_kl(

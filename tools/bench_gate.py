@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Whether something became slower or larger: the short benchmarks' ratios against the ones that are checked in.
 
-    python tools/bench_gate.py [--only startup memory train precompute] [--update] [--json FILE]
+    python tools/bench_gate.py [--only startup,memory,train,precompute] [--update] [--json FILE]
 
 Ratios compare two sides of one run (a step with what it must do or hold, the stage with the bare forward), so they mean the same on
 another machine; seconds would not. A ratio may be worse than in tools/baseline.json by a tenth (memory) or by a quarter (time: others use

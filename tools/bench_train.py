@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Training throughput: supervised tokens a second, against the rival's trainer on the same responses, and against the machine's floor.
 
-    python tools/bench_train.py [--rival RIVAL/bin/python] [--vocabularies full 8192] [--rounds N] [--profile] [--json FILE] [key=value ...]
+    python tools/bench_train.py [--rival RIVAL/bin/python] [--vocabularies full,8192] [--rounds N] [--profile] [--json FILE] [key=value ...]
 
 Sides take turns, each in a process of its own with the same threads. `eagle3` has the rival's architecture: fc over three streams, an
 output projection of its own, trained; `mtp` is mtptrain's default head. The floor is the matrix products that the rows of an update must
@@ -22,6 +22,7 @@ from mtptrain.cli import compose
 from mtptrain.config import Config
 from mtptrain.heads.alignment import Alignment, align, pack_alignments
 from mtptrain.heads.head import DraftHead
+from mtptrain.heads.lm_head import LmHead
 from mtptrain.stages.context import open_context, open_store
 from mtptrain.stages.plan import measure_flops_per_second
 from mtptrain.stages.train import initial_head, loss_projection, make_trainer, training_documents
@@ -120,11 +121,12 @@ def profile(overrides: list[str], updates: int) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as found:
         for number in range(_WARM, _WARM + updates):
             trainer.update(trainer.updates[number % len(trainer.updates)])
+    sizes = {vocabulary, *(block.stop - block.start for block in LmHead(torch.empty(vocabulary, 0)).blocks())}
     shares = dict.fromkeys(
         ("products with the vocabulary", "other products with weights", "attention", "passes over logits", "the rest"), 0.0
     )
     for event in found.key_averages(group_by_input_shape=True):
-        wide = any(vocabulary in shape for shape in event.input_shapes)
+        wide = any(size in shape for shape in event.input_shapes for size in sizes)
         if event.key in ("aten::mm", "aten::addmm"):
             part = "products with the vocabulary" if wide else "other products with weights"
         elif wide:
@@ -149,14 +151,15 @@ def sides(vocabulary: int | None) -> dict[str, list[str]]:
 
 def compare(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     wanted, store = shared_data(overrides)
+    sizes = arguments.vocabularies.split(",")
     if arguments.profile:
-        return {size: {n: apart(profile, [*wanted, *c], 4) for n, c in sides(_size(size)).items()} for size in arguments.vocabularies}
+        return {size: {n: apart(profile, [*wanted, *c], 4) for n, c in sides(_size(size)).items()} for size in sizes}
     rival = None
     if arguments.rival:
         cfg = compose(wanted)[0]
         rival = Rival(arguments.rival, cfg, store, cfg.threads or torch.get_num_threads())
     found: dict[str, Any] = {}
-    for size in arguments.vocabularies:
+    for size in sizes:
         vocabulary = _size(size)
         runs: dict[str, list[dict[str, Any]]] = {}
         for _ in range(arguments.rounds):
@@ -206,7 +209,7 @@ def show(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rival", type=Path, help="the Python of an environment with speculators")
-    parser.add_argument("--vocabularies", nargs="+", default=["full", "8192"])
+    parser.add_argument("--vocabularies", default="full,8192", help="of the loss, with commas between")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--rival-steps", type=int, default=8)

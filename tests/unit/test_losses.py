@@ -72,13 +72,13 @@ def test_step_weights() -> None:
 def test_fault_17_logits_never_hold_more_rows_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     state, weight, teacher, finals, lm_head = inputs()
     held: list[int] = []
-    plain = LmHead.logits
+    plain = LmHead.block_logits
 
-    def logits(self: LmHead, rows: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    def block_logits(self: LmHead, rows: torch.Tensor, block: slice, out: torch.Tensor) -> torch.Tensor:
         held.append(len(rows))
-        return plain(self, rows, room)
+        return plain(self, rows, block, out)
 
-    monkeypatch.setattr(LmHead, "logits", logits)
+    monkeypatch.setattr(LmHead, "block_logits", block_logits)
     distillation_kl(state.requires_grad_(), weight, teacher, finals, LmHead(lm_head), 5)[0].backward()
     assert max(held) == 5
     assert len(held) == 2 * 5  # draft and teacher of five chunks; a state that several rows share is projected once
@@ -86,11 +86,47 @@ def test_fault_17_logits_never_hold_more_rows_than_a_chunk(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_logits_made_in_a_given_room_are_the_same(softcap: float | None) -> None:
-    state, weight = torch.randn(7, 12), torch.randn(2500, 12)  # three blocks of rows, the last one shorter
-    lm_head, room = LmHead(weight, scale=0.5, softcap=softcap), torch.full((9, 2500), float("nan"))
-    torch.testing.assert_close(lm_head.logits(state, room[:7]), lm_head.logits(state), rtol=1e-5, atol=1e-6)
-    assert room[7:].isnan().all()
+@pytest.mark.parametrize("own", [False, True], ids=["frozen projection", "own projection"])
+def test_a_vocabulary_of_several_blocks(softcap: float | None, own: bool) -> None:
+    torch.manual_seed(1)
+    state, finals = torch.randn(7, 12, requires_grad=True), torch.randn(5, 12)
+    projection = torch.randn(2500, 12, requires_grad=True) if own else None
+    weight, teacher = torch.rand(7), torch.tensor([0, 3, 3, 1, 4, 0, 3])
+    lm_head = LmHead(torch.randn(2500, 12), scale=0.5, softcap=softcap)  # three blocks of rows, the last one shorter
+    loss, rows = distillation_kl(state, weight, teacher, finals, lm_head, 3, projection)
+    loss.backward()
+    exact = state.detach().double().requires_grad_()
+    exact_projection = None if projection is None else projection.detach().double().requires_grad_()
+    log_p = plain_logits(finals.double(), lm_head.weight_VH.double(), 0.5, softcap).log_softmax(-1)[teacher]
+    if exact_projection is None:
+        log_q = plain_logits(exact, lm_head.weight_VH.double(), 0.5, softcap).log_softmax(-1)
+    else:
+        log_q = (exact @ exact_projection.T).log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    (kl * weight.double()).sum().backward()
+    torch.testing.assert_close(rows.kl_S.double(), kl.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rows.overlap_S.double(), torch.minimum(log_p.exp(), log_q.exp()).sum(-1).detach(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(rows.match_S, (log_p.argmax(-1) == log_q.argmax(-1)).float())
+    torch.testing.assert_close(state.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+    if projection is not None and exact_projection is not None:
+        torch.testing.assert_close(projection.grad.double(), exact_projection.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_equal_logits_in_several_blocks_count_as_the_first() -> None:
+    weight = torch.zeros(2500, 2)
+    weight[[700, 1500, 1501, 2400], 0] = 1.0  # the largest logits of a state (1, 0), all equal
+    weight[900, 1] = 1.0
+    finals = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    _, rows = distillation_kl(finals[[0, 1, 0]], torch.ones(3), torch.tensor([0, 1, 1]), finals, LmHead(weight), 8)
+    assert rows.match_S.tolist() == [1.0, 1.0, 0.0]
+
+
+def test_logits_of_blocks_are_the_whole_ones() -> None:
+    state, weight = torch.randn(7, 12), torch.randn(2500, 12)
+    torch.testing.assert_close(LmHead(weight, 0.5, 3.0).logits(state), plain_logits(state, weight, 0.5, 3.0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        LmHead(weight.bfloat16()).logits(state), (state.bfloat16() @ weight.bfloat16().T).float(), rtol=1e-2, atol=1e-2
+    )
 
 
 def test_autocast_does_not_round_the_sums_over_the_vocabulary() -> None:

@@ -133,7 +133,7 @@ def test_memory_grows_with_chunks_not_with_vocabulary_times_tokens() -> None:
     def memory(*overrides: str) -> int:
         return estimate(_config("+recipe=llama8b", "plan.train_tokens=1000000", *overrides)).stages["train"].memory
 
-    assert memory("train.loss.chunk_rows=1024") - memory("train.loss.chunk_rows=512") == 512 * 128_256 * 4 * 6
+    assert memory("train.loss.chunk_rows=1024") - memory("train.loss.chunk_rows=512") == 512 * 128_256 * 4 * 3
     assert memory("train.loss.vocabulary=8192") == memory() - 512 * (128_256 - 8192) * 4 * 6
 
 

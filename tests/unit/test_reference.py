@@ -55,7 +55,7 @@ class Pair:
         for _ in range(updates):
             unroll = Unroll(bind(self.head, self.ends))
             unroll.extend(torch.tensor(tokens)[rows + 1], {"final": finals[rows]}, rows, torch.zeros_like(rows))
-            loss = torch.nn.functional.cross_entropy(self.lm_head.logits(unroll.start(rows)), torch.tensor(tokens)[rows + 2])
+            loss = torch.nn.functional.cross_entropy(unroll.start(rows) @ self.lm_head.weight_VH.T, torch.tensor(tokens)[rows + 2])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
