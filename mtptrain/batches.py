@@ -34,7 +34,7 @@ def load_batch(
     """Read documents from the store, `final` and what else `captures` names, and align them for `steps` draft steps."""
     entries = [store.entries[i] for i in documents]
     rows = pack_alignments([align(e.length, e.spans, steps) for e in entries], [e.length for e in entries]).to(device)
-    return Batch(
+    batch = Batch(
         documents=list(documents),
         token_T=torch.cat([store.tokens(i) for i in documents]).to(device),
         states={
@@ -43,3 +43,5 @@ def load_batch(
         },
         rows=rows,
     )
+    store.release()
+    return batch

@@ -160,8 +160,10 @@ class ResponsesConfig:
     mode: ResponseMode = ResponseMode.target
     backend: ResponseBackend = ResponseBackend.hf
     temperature: float = 0.0
-    """0 is greedy."""
+    """0 is greedy. Held-out prompts are always answered greedily, as drafts are measured."""
     top_p: float = 1.0
+    samples: int = 1
+    """Answers of each training prompt."""
     max_new_tokens: int = 256
     """Per assistant turn. A turn that hits it has no end marker and ends its document."""
     batch_size: int = 96
@@ -170,6 +172,9 @@ class ResponsesConfig:
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "data.responses.temperature", self.temperature, "must be >= 0 (0 is greedy)")
         _require(0 < self.top_p <= 1, "data.responses.top_p", self.top_p, "must be in (0, 1]")
+        _require(self.samples >= 1, "data.responses.samples", self.samples, "must be at least 1")
+        alike = self.samples > 1 and (self.temperature == 0 or self.mode is ResponseMode.keep)
+        _require(not alike, "data.responses.samples", self.samples, "several answers differ only with mode=target and temperature above 0")
         _require(self.max_new_tokens >= 2, "data.responses.max_new_tokens", self.max_new_tokens, "must be at least 2")
         _require(self.batch_size >= 1, "data.responses.batch_size", self.batch_size, "must be at least 1")
 

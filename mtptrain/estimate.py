@@ -132,6 +132,7 @@ def volume(cfg: Config) -> Volume:
         if cfg.data.limit is not None:
             documents = min(documents, cfg.data.limit)
         prompt = sum(n * length for n, length in counts) // max(1, sum(n for n, _ in counts))
+    documents *= cfg.data.responses.samples
     if cfg.data.responses.mode is ResponseMode.keep:
         response = response if cfg.data.source is DataSource.self else 0
     tokens = documents * min(cfg.data.max_length, prompt + response)

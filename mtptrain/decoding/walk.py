@@ -51,7 +51,7 @@ class RowDrafts:
 
 
 @torch.no_grad()
-def draft_all_rows(drafter: Drafter, batch: Batch, k: int, chunk_rows: int) -> RowDrafts:
+def draft_all_rows(drafter: Drafter, batch: Batch, k: int) -> RowDrafts:
     """Draft up to `k` tokens from each row; a row stops at its first miss or at its span's end."""
     rows = batch.rows
     unroll = Unroll(drafter, documents=len(batch.documents))
@@ -63,7 +63,7 @@ def draft_all_rows(drafter: Drafter, batch: Batch, k: int, chunk_rows: int) -> R
     accepted = [0] * len(start_R)
     state_RH = unroll.start(alive_R)
     for step in range(k):
-        drafted_R = drafter.choices(state_RH, chunk_rows)
+        drafted_R = drafter.choices(state_RH)
         match_R = drafted_R == batch.token_T[rows.label_RK[alive_R, step]]
         for row, token, match in zip(alive_R.tolist(), drafted_R.tolist(), match_R.tolist(), strict=True):
             tokens[order[row]].append(token)

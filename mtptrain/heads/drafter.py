@@ -26,12 +26,9 @@ class Drafter:
         embed_RH = self.embed_VH[token_R]
         return embed_RH * self.embed_scale if self.embed_scale != 1.0 else embed_RH
 
-    def choices(self, state_RH: Tensor, chunk_rows: int) -> Tensor:
+    def choices(self, state_RH: Tensor) -> Tensor:
         """The greedily drafted token of each state, int64 [R]."""
-        if not len(state_RH):
-            return torch.zeros(0, dtype=torch.int64, device=state_RH.device)
-        rows = [self.lm_head.logits(chunk).argmax(-1) for chunk in state_RH.split(chunk_rows)]
-        return self.lm_head.tokens(torch.cat(rows))
+        return self.lm_head.choices(state_RH)
 
     def whole_logits(self, state_RH: Tensor) -> Tensor:
         """float32 [R, V]: -inf where the draft vocabulary has no row."""

@@ -13,6 +13,8 @@ from mtptrain.target.spec import TargetSpec
 _CPU_BLOCK, _GPU_BLOCK = 512, 16384
 """Rows of the projection at once. On a CPU BLAS multiplies 4 to 500 states by these up to 1.7 times as fast as by 49,152 rows in one call,
 and what is done with the logits next finds them in the cache; on a GPU they bound what is held of them beside the logits."""
+_CHOICE_ROWS = 512
+"""States whose logits of a block exist at once where only the largest is wanted."""
 
 
 @dataclass(slots=True)
@@ -50,6 +52,19 @@ class LmHead:
             self.block_logits(state_RH, block, logits_RV[:, block])
         return logits_RV
 
+    @torch.no_grad()
+    def choices(self, state_RH: Tensor) -> Tensor:
+        """The token id of each state's largest logit (of equal ones the first), int64 [R]; no logits are kept beyond a block's turn."""
+        best_R = torch.full((len(state_RH),), float("-inf"), device=state_RH.device)
+        row_R = torch.zeros(len(state_RH), dtype=torch.int64, device=state_RH.device)
+        for state_CH, best_C, row_C in zip(*(x.split(_CHOICE_ROWS) for x in (state_RH, best_R, row_R)), strict=True):  # views
+            for block in self.blocks():
+                out_CB = torch.empty(len(state_CH), block.stop - block.start, device=state_CH.device)
+                value_C, index_C = self.block_logits(state_CH, block, out_CB).max(-1)
+                row_C.copy_(torch.where(value_C > best_C, index_C + block.start, row_C))
+                best_C.copy_(torch.maximum(best_C, value_C))
+        return row_R if self.ids_V is None else self.ids_V[row_R]
+
     def slope(self, logits_RB: Tensor) -> Tensor | float:
         """The derivative of logits with respect to state @ weight.T: one number, or [R, B] with a softcap."""
         return self.scale if self.softcap is None else self.scale * (1.0 - (logits_RB / self.softcap).square())
@@ -61,10 +76,6 @@ class LmHead:
             torch.addmm(out_RH, raw_RB, weight_BH, out=out_RH)
         else:
             out_RH += raw_RB.to(weight_BH.dtype) @ weight_BH
-
-    def tokens(self, row_R: Tensor) -> Tensor:
-        """Token ids of rows of the projection."""
-        return row_R if self.ids_V is None else self.ids_V[row_R]
 
 
 def lm_head_of(spec: TargetSpec, lm_head_VH: Tensor, ids_V: Tensor | None = None) -> LmHead:

@@ -8,7 +8,7 @@ import gc
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -74,6 +74,10 @@ class Target:
         """Assistant turns, by data.responses."""
         o = self.cfg.data.responses
         return self._generate(requests, o.max_new_tokens, o.temperature, o.top_p)
+
+    def answer_greedily(self, requests: Sequence[Request]) -> Iterable[list[Completed]]:
+        """Assistant turns as the walk and the engine measure them."""
+        return self._generate(requests, self.cfg.data.responses.max_new_tokens, 0.0, 1.0)
 
     def write(self, requests: Sequence[Request]) -> Iterable[list[Completed]]:
         """User turns, by data.self_prompts."""
@@ -214,9 +218,13 @@ def _keep(cfg: Config, record: Record, split: str, template: ChatTemplate, work:
 
 def _open(cfg: Config, record: Record, split: str, template: ChatTemplate, work: Work) -> None:
     try:
-        work.dialogues.append(open_dialogue(record, split, template, _most_prompt(cfg)))
+        dialogue = open_dialogue(record, split, template, _most_prompt(cfg))
     except BadRow as bad:
         work.rejects.append(_reject(record, bad))
+        return
+    samples = cfg.data.responses.samples if split == TRAIN else 1
+    again = [open_dialogue(replace(record), split, template, _most_prompt(cfg)) for _ in range(samples - 1)]
+    work.dialogues += [dialogue, *again]
 
 
 def _most_prompt(cfg: Config) -> int:
@@ -253,7 +261,14 @@ def _generate(cfg: Config, found: Gathered, work: Work, template: ChatTemplate, 
     if cfg.data.source is DataSource.self:
         for record in self_records(cfg, found, template, target):
             _open(cfg, record, TRAIN, template, work)
-    answer_dialogues(work.dialogues, template, AnswerFile(cfg.data_dir / RESPONSES), target.answer, _most_prompt(cfg))
+    make_ids_unique([d.record for d in work.dialogues])
+    file = AnswerFile(cfg.data_dir / RESPONSES)
+    train, held_out = ([d for d in work.dialogues if d.split == split] for split in (TRAIN, HELD_OUT))
+    if cfg.data.responses.temperature == 0:
+        answer_dialogues(work.dialogues, template, file, target.answer, _most_prompt(cfg))
+    else:
+        answer_dialogues(train, template, file, target.answer, _most_prompt(cfg))
+        answer_dialogues(held_out, template, file, target.answer_greedily, _most_prompt(cfg))
     for dialogue in work.dialogues:
         try:
             work.documents.append(dialogue.document(cfg.data.min_supervised))

@@ -12,7 +12,6 @@ from mtptrain.stages.context import Context
 from mtptrain.store.reader import Store
 
 _BATCH_TOKENS = 4096
-_CHUNK_ROWS = 512
 _PROBABILITY_ROWS = 128
 """A chunk of the expectation, which holds several arrays of rows x vocabulary at once."""
 
@@ -30,7 +29,7 @@ def walk_documents(
     drafter = context.bind(head)
     for members, batch in _batches(head, context, store, documents, longest):
         with context.autocast():
-            rows = draft_all_rows(drafter, batch, longest, _CHUNK_ROWS)
+            rows = draft_all_rows(drafter, batch, longest)
         entries = [store.entries[i] for i in members]
         for k in ks:
             found = hop(rows, batch, [e.spans for e in entries], [(e.id, e.source) for e in entries], k)

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from mtptrain import manifest
@@ -15,6 +14,7 @@ from mtptrain.errors import UserError
 from mtptrain.files import hash_json
 from mtptrain.store.codecs import CODECS
 from mtptrain.store.format import TOKENS, Entry, Sidecar, check_content, check_part, part_path, read_sidecar
+from mtptrain.store.mapped import MappedFile
 
 _MAPPED_FILES = 4096
 """Files mapped at once; the kernel's default limit is 65,530 maps a process."""
@@ -29,7 +29,8 @@ class Store:
         self.entries: list[Entry] = [entry for sidecar in sidecars for entry in sidecar.entries()]
         self._sidecars = sidecars
         self._sound: set[tuple[int, str]] = set()
-        self._mapped: OrderedDict[tuple[int, str], dict[str, Tensor]] = OrderedDict()
+        self._mapped: OrderedDict[tuple[int, str], MappedFile] = OrderedDict()
+        self._read: set[tuple[int, str]] = set()
 
     @classmethod
     def open(cls, folder: Path, captures: list[str]) -> "Store":
@@ -67,16 +68,22 @@ class Store:
         codec = CODECS[self.manifest["results"]["captures"][capture]["codec"]["name"]]
         return codec.decode(tensors, entry.start, entry.start + entry.length)
 
+    def release(self) -> None:
+        """Hand back the pages read since the last call, so that a pass over the store does not end with all of it in the process."""
+        for key in self._read & self._mapped.keys():
+            self._mapped[key].release()
+        self._read.clear()
+
     def _part(self, shard: int, part: str) -> dict[str, Tensor]:
         key = (shard, part)
+        self._read.add(key)
         if key in self._mapped:
             self._mapped.move_to_end(key)
-            return self._mapped[key]
+            return self._mapped[key].tensors
         if key not in self._sound:
             check_content(self.folder, self._sidecars[shard], part)
             self._sound.add(key)
-        with safe_open(part_path(self.folder, shard, part), "pt") as f:
-            self._mapped[key] = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+        self._mapped[key] = MappedFile(part_path(self.folder, shard, part))
         if len(self._mapped) > _MAPPED_FILES:
             self._mapped.popitem(last=False)
-        return self._mapped[key]
+        return self._mapped[key].tensors

@@ -57,10 +57,10 @@ def own_steps(drafter: Drafter, token_T: Tensor, states: dict[str, Tensor], step
     unroll = Unroll(drafter)
     unroll.extend(token_T[1:], rows_of(states, rows), rows, torch.zeros_like(rows))
     state = unroll.start(rows).detach()
-    found = [(state, drafter.choices(state, 64))]
+    found = [(state, drafter.choices(state))]
     for _ in range(1, steps):
         state = unroll.advance(rows, found[-1][1]).detach()
-        found.append((state, drafter.choices(state, 64)))
+        found.append((state, drafter.choices(state)))
     return found
 
 

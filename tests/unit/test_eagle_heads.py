@@ -117,7 +117,7 @@ def test_the_walk_equals_its_sequential_definition(name: str) -> None:
                 drafted.append(choice(state))
                 batch.token_T[p + 1 + len(drafted)] = drafted[-1]
             p += len(drafted) + 1
-    found = draft_all_rows(bound(head), batch, k, chunk_rows=5)
+    found = draft_all_rows(bound(head), batch, k)
     (walk,) = hop(found, batch, [spans], [("a", "s")], k)
     tokens = batch.token_T.tolist()
     expected = [d for span in spans for d in sequential(independent, embed, tokens, hidden, span, k, choice)]
@@ -129,7 +129,7 @@ def test_fault_05_drafted_ids_are_the_targets() -> None:
     """Rows of the reduced projection are not token ids: without the map other tokens come out."""
     head = made("eagle3, reduced vocabulary")
     state = torch.randn(200, HIDDEN, generator=torch.Generator().manual_seed(1))
-    choices = bound(head).choices(state, 7)
+    choices = bound(head).choices(state)
     assert set(choices.tolist()) <= set(IDS.tolist())
     assert len(set(choices.tolist())) > 5
     row = bound(head).lm_head.logits(state).argmax(-1)

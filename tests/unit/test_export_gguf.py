@@ -64,10 +64,10 @@ def ours(head: Eagle3Head) -> tuple[Tensor, Tensor]:
     unroll = Unroll(drafter)
     states = {f"after_{i - 1}": x[:-1] for i, x in inputs.items()}
     unroll.extend(token_T[1:], states, rows, torch.zeros_like(rows))
-    made, tokens = [unroll.start(rows)], [drafter.choices(unroll.start(rows), 64)]
+    made, tokens = [unroll.start(rows)], [drafter.choices(unroll.start(rows))]
     for _ in range(1, STEPS):
         made.append(unroll.advance(rows, tokens[-1]))
-        tokens.append(drafter.choices(made[-1], 64))
+        tokens.append(drafter.choices(made[-1]))
     return torch.stack(made).detach(), torch.stack(tokens)
 
 

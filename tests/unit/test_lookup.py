@@ -66,7 +66,7 @@ def drafted(bound: Drafter, batch: Batch) -> tuple[Tensor, Tensor]:
     """For each row of step 0, whether its token repeats, and whether the head drafts the right one."""
     with torch.no_grad():
         row_A, state_AH = next(true_token_steps(Unroll(bound, len(batch.documents)), batch.rows, batch.token_T, batch.states, 1))
-    right_A = bound.choices(state_AH, 64) == batch.token_T[batch.rows.label_RK[row_A, 0]]
+    right_A = bound.choices(state_AH) == batch.token_T[batch.rows.label_RK[row_A, 0]]
     return batch.rows.position_R[row_A] + 1 >= HALF, right_A
 
 

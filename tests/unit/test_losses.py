@@ -121,6 +121,18 @@ def test_equal_logits_in_several_blocks_count_as_the_first() -> None:
     assert rows.match_S.tolist() == [1.0, 1.0, 0.0]
 
 
+def test_choices_are_the_first_largest_logits_of_the_whole() -> None:
+    torch.manual_seed(2)
+    state, weight = torch.randn(1100, 12), torch.randn(2500, 12)
+    ids = torch.arange(2500) * 2
+    weight[30] *= 3
+    weight[2000], state[0] = weight[30], weight[30]  # equal logits in different blocks
+    lm_head = LmHead(weight, ids_V=ids)
+    assert torch.equal(lm_head.choices(state), ids[lm_head.logits(state).argmax(-1)])
+    assert lm_head.choices(state)[0] == 60
+    assert len(lm_head.choices(state[:0])) == 0
+
+
 def test_logits_of_blocks_are_the_whole_ones() -> None:
     state, weight = torch.randn(7, 12), torch.randn(2500, 12)
     torch.testing.assert_close(LmHead(weight, 0.5, 3.0).logits(state), plain_logits(state, weight, 0.5, 3.0), rtol=1e-5, atol=1e-6)

@@ -124,7 +124,7 @@ def test_memory_by_hand() -> None:
     assert abs(plan.stages["prepare"].memory - weights - cache) < GIB
     # embeddings and lm_head in bf16, and 18 bytes a head parameter (float32 weights, gradients, two moments; a bf16 copy)
     fixed = 2 * 2 * 128_256 * 8192 + 18 * 989_896_704
-    logits = 6 * 512 * 128_256 * 4
+    logits = 3 * 512 * 128_256 * 4
     assert fixed + logits < plan.stages["train"].memory < fixed + logits + 16 * GIB
     assert plan.stages["train"].memory < weights / 2
 
@@ -134,7 +134,7 @@ def test_memory_grows_with_chunks_not_with_vocabulary_times_tokens() -> None:
         return estimate(_config("+recipe=llama8b", "plan.train_tokens=1000000", *overrides)).stages["train"].memory
 
     assert memory("train.loss.chunk_rows=1024") - memory("train.loss.chunk_rows=512") == 512 * 128_256 * 4 * 3
-    assert memory("train.loss.vocabulary=8192") == memory() - 512 * (128_256 - 8192) * 4 * 6
+    assert memory("train.loss.vocabulary=8192") == memory() - 512 * (128_256 - 8192) * 4 * 3
 
 
 def test_work_by_hand() -> None:
@@ -195,6 +195,8 @@ def test_records_of_a_file_are_counted(tmp_path: Path) -> None:
     amount = volume(cfg)
     # 400 bytes a line are 100 tokens, and three quarters of 24 are generated
     assert (amount.documents, amount.tokens, amount.generated) == (50, 50 * (100 + 18), 50 * 18)
+    cfg.data.responses.temperature, cfg.data.responses.samples = 1.0, 3
+    assert (volume(cfg).documents, volume(cfg).generated) == (150, 150 * 18)
     keeps = volume(_config("+recipe=tiny", "data.source=files", "data.limit=null", f"data.train=['{file}']", "data.responses.mode=keep"))
     assert (keeps.tokens, keeps.generated) == (5000, 0)
 

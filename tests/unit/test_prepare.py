@@ -38,11 +38,13 @@ class FakeGenerator:
 
     prompts: ClassVar[list[str]] = []
     die_after: ClassVar[int | None] = None
+    asked: ClassVar[list[tuple[str, float]]] = []
+    """Request id and temperature."""
 
-    def __init__(self, model: object, stop_ids: Sequence[int], *, max_new_tokens: int, **options: Any) -> None:
+    def __init__(self, model: object, stop_ids: Sequence[int], *, max_new_tokens: int, temperature: float, **options: Any) -> None:
         assert model == "the model"
         assert list(stop_ids) == [END]
-        self.limit = max_new_tokens
+        self.limit, self.temperature = max_new_tokens, temperature
 
     def run(self, requests: Sequence[Request]) -> Iterator[list[Completed]]:
         for request in reversed(requests):
@@ -50,6 +52,7 @@ class FakeGenerator:
                 raise Killed
             prompt = TEMPLATE.decode(request.prompt)
             FakeGenerator.prompts.append(prompt)
+            FakeGenerator.asked.append((request.id, self.temperature))
             last = prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
             ids = [*TEMPLATE.ids(f"re {last}"), END]
             yield [Completed(request.id, ids[: self.limit], hit_limit=len(ids) > self.limit)]
@@ -73,6 +76,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(prepare, "HfGenerator", FakeGenerator)
     monkeypatch.setattr(FakeGenerator, "prompts", [])
     monkeypatch.setattr(FakeGenerator, "die_after", None)
+    monkeypatch.setattr(FakeGenerator, "asked", [])
     return loaded
 
 
@@ -278,6 +282,20 @@ def test_held_out_is_split_off_by_prompt_before_generation(target: Path, tmp_pat
         assert sum(dropped.values()) == len(rows) - len(documents)
         seen.add(tuple(d.id for d in held_out))
     assert len(seen) == 6
+
+
+def test_several_samples_of_training_prompts_and_one_greedy_answer_of_held_out_ones(target: Path, tmp_path: Path, loads: list[str]) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps({"id": "h", "prompt": "three"}) + "\n")
+    rows = [*prompts("one", "two"), {"id": "p0~2", "prompt": "four"}]
+    sampled = ResponsesConfig(max_new_tokens=LIMIT, batch_size=4, temperature=0.7, samples=3)
+    cfg = config(target, tmp_path, rows, responses=sampled, held_out=[str(held)])
+    prepare.run(cfg)
+    asked = sorted(FakeGenerator.asked)
+    names = ["p0", "p0~3", "p0~4", "p0~2", "p0~2~2", "p0~2~3", "p1", "p1~2", "p1~3"]
+    assert asked == sorted([("h#0", 0.0), *((f"{name}#0", 0.7) for name in names)])
+    assert [(d.id, d.split) for d in read_documents(cfg.data_dir)][-1] == ("h", HELD_OUT)
+    assert results(cfg)["all"]["documents"] == 10
 
 
 def test_held_out_files_are_used_and_their_prompts_leave_training(target: Path, tmp_path: Path, loads: list[str]) -> None:

@@ -133,7 +133,7 @@ def test_reference_and_walk_draft_the_same_tokens_from_the_same_rows(pair: Pair,
     finals = pair.model.get_decoder()(torch.tensor([tokens])).last_hidden_state[0]
     stored = finals.to(torch.bfloat16).float()
     batch = Batch(documents=[0], token_T=torch.tensor(tokens), states={"final": stored}, rows=align(len(tokens), [span], k))
-    rows = draft_all_rows(bind(pair.head, pair.ends), batch, k, 64)
+    rows = draft_all_rows(bind(pair.head, pair.ends), batch, k)
     (walk,) = hop(rows, batch, [[span]], [("a", "s")], k)
     room = [span[1] - (d.row + 2) for d in out.drafts]
     reference = [(d.row, d.tokens[: min(d.accepted + 1, k, r)], min(d.accepted, r)) for d, r in zip(out.drafts, room, strict=True) if r > 0]
@@ -156,7 +156,7 @@ def test_fault_02_a_head_fed_pre_norm_states_is_caught(pair: Pair) -> None:
     def agreement(states: torch.Tensor) -> float:
         rows = align(len(tokens), [(len(prompt), len(tokens))], 3)
         batch = Batch(documents=[0], token_T=torch.tensor(tokens), states={"final": states.to(torch.bfloat16).float()}, rows=rows)
-        drafts = draft_all_rows(bind(pair.head, pair.ends), batch, 3, 64)
+        drafts = draft_all_rows(bind(pair.head, pair.ends), batch, 3)
         return compare_drafts(out, dict(zip(drafts.row_R.tolist(), drafts.tokens_R, strict=True)), len(tokens)).agreement
 
     assert agreement(post_norm) == 1.0

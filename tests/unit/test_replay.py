@@ -72,7 +72,7 @@ def test_order_empty_and_shorter_drafts() -> None:
 
 def test_replayed_first_tokens_are_the_walks() -> None:
     batch = small_batch([12], [[(3, 12)]], 3)
-    walk = draft_all_rows(bound(small_head(small_spec()), lm_head=LM_HEAD), batch, 3, 4)
+    walk = draft_all_rows(bound(small_head(small_spec()), lm_head=LM_HEAD), batch, 3)
     steps = [Step(int(row), tokens, 0) for row, tokens in zip(walk.row_R, walk.tokens_R, strict=True)]
     equal, compared, firsts = replay(steps)
     assert equal == compared == sum(map(len, walk.tokens_R))

@@ -297,3 +297,29 @@ def test_fault_16_half_written_files_read_as_good(folder: Path, monkeypatch: pyt
         with pytest.raises(UserError, match=r"cannot write .*00000\.tokens\.safetensors: No space left on device"):
             StoreWriter(folder.parent / "full", "f", BF16).write(0, documents[:2], {"final": torch.cat(final[:2])})
     assert not list((folder.parent / "full").iterdir())  # on a full disk the half is not left
+
+
+def resident_bytes(folder: Path) -> int:
+    """Of this process, in maps of files in `folder`."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.split(" ", 1)[0].endswith(":"):
+            inside = str(folder) in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux what is in memory")
+def test_released_pages_leave_the_process_and_come_back_the_same(tmp_path: Path) -> None:
+    documents = random_documents([4000, 4000])
+    states = random_state(documents, "final", 64)
+    make_store(tmp_path / "store", documents, {"final": states}, 8000)
+    store = Store.open(tmp_path / "store", ["final"])
+    first = [store.state(i, "final").clone() for i in range(2)]
+    assert resident_bytes(tmp_path / "store") > 8000 * 64 * 2
+    store.release()
+    assert resident_bytes(tmp_path / "store") == 0
+    for i, state in enumerate(states):
+        assert torch.equal(first[i], state)
+        assert torch.equal(store.state(i, "final"), state)

@@ -59,7 +59,7 @@ def test_walk_equals_the_sequential_definition() -> None:
     independent = Mtp64(dict(head.named_parameters()), heads=4, kv_heads=2, head_dim=4, eps=EPS, theta=THETA)
     lengths, spans = [20, 14], [[(3, 12), (14, 20)], [(2, 14)]]
     batch = agreeable_batch(independent, embed, lengths, spans, 4)
-    rows = draft_all_rows(bound(head, embed), batch, 4, chunk_rows=5)
+    rows = draft_all_rows(bound(head, embed), batch, 4)
     for k in (1, 2, 4):
         walks = hop(rows, batch, spans, [("a", "x"), ("b", "y")], k)
         for walk, (first, length), ranges in zip(walks, [(0, 20), (20, 14)], spans, strict=True):
