@@ -51,8 +51,8 @@ class RowDrafts:
 
 
 @torch.no_grad()
-def draft_all_rows(drafter: Drafter, batch: Batch, k: int) -> RowDrafts:
-    """Draft up to `k` tokens from each row; a row stops at its first miss or at its span's end."""
+def draft_all_rows(drafter: Drafter, batch: Batch, k: int, hits_only: bool = False) -> RowDrafts:
+    """Draft up to `k` tokens from each row; a row stops at its first miss or at its span's end. With `hits_only` a miss is -1 (cheaper)."""
     rows = batch.rows
     unroll = Unroll(drafter, documents=len(batch.documents))
     unroll.extend(batch.token_T[rows.input_RK[:, 0]], rows_of(batch.states, rows.row_R), rows.position_R, rows.document_R)
@@ -63,8 +63,9 @@ def draft_all_rows(drafter: Drafter, batch: Batch, k: int) -> RowDrafts:
     accepted = [0] * len(start_R)
     state_RH = unroll.start(alive_R)
     for step in range(k):
-        drafted_R = drafter.choices(state_RH)
-        match_R = drafted_R == batch.token_T[rows.label_RK[alive_R, step]]
+        label_R = batch.token_T[rows.label_RK[alive_R, step]]
+        drafted_R = drafter.choices(state_RH, label_R if hits_only else None)
+        match_R = drafted_R == label_R
         for row, token, match in zip(alive_R.tolist(), drafted_R.tolist(), match_R.tolist(), strict=True):
             tokens[order[row]].append(token)
             accepted[order[row]] += match

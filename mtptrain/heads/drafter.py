@@ -26,9 +26,9 @@ class Drafter:
         embed_RH = self.embed_VH[token_R]
         return embed_RH * self.embed_scale if self.embed_scale != 1.0 else embed_RH
 
-    def choices(self, state_RH: Tensor) -> Tensor:
-        """The greedily drafted token of each state, int64 [R]."""
-        return self.lm_head.choices(state_RH)
+    def choices(self, state_RH: Tensor, wanted_R: Tensor | None = None) -> Tensor:
+        """The greedily drafted token of each state, int64 [R]; with `wanted_R` -1 where it is another one (cheaper)."""
+        return self.lm_head.choices(state_RH, wanted_R)
 
     def whole_logits(self, state_RH: Tensor) -> Tensor:
         """float32 [R, V]: -inf where the draft vocabulary has no row."""

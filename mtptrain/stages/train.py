@@ -65,7 +65,7 @@ def run(cfg: Config) -> None:
     held_out = spread(held_out, cfg.train.eval_documents)
 
     def evaluate(trained: DraftHead) -> dict[str, Any]:
-        walks, _ = walk_documents(trained, context, store, held_out, [cfg.validate.k])
+        walks, _ = walk_documents(trained, context, store, held_out, [cfg.validate.k], hits_only=True)
         return measure(walks[cfg.validate.k], cfg.validate.k)["overall"]
 
     with Tracker(cfg) as tracker:

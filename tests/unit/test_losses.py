@@ -133,6 +133,19 @@ def test_choices_are_the_first_largest_logits_of_the_whole() -> None:
     assert len(lm_head.choices(state[:0])) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.3, 5.0)])
+@pytest.mark.parametrize("part", [False, True], ids=["all ids", "every second id"])
+def test_wanted_choices_are_the_choices_where_they_are_equal(dtype: torch.dtype, scale: float, softcap: float | None, part: bool) -> None:
+    torch.manual_seed(3)
+    state, weight = torch.randn(3000, 12), torch.randn(2500, 12).to(dtype)
+    lm_head = LmHead(weight, scale, softcap, ids_V=torch.arange(2500) * 2 if part else None)
+    choices = lm_head.choices(state)
+    wanted = torch.where(torch.rand(3000) < 0.4, choices, torch.randint(5000 if part else 2500, (3000,)))
+    assert torch.equal(lm_head.choices(state, wanted), torch.where(choices == wanted, choices, -1))
+    assert 900 < int((choices == wanted).sum()) < 1500
+
+
 def test_logits_of_blocks_are_the_whole_ones() -> None:
     state, weight = torch.randn(7, 12), torch.randn(2500, 12)
     torch.testing.assert_close(LmHead(weight, 0.5, 3.0).logits(state), plain_logits(state, weight, 0.5, 3.0), rtol=1e-5, atol=1e-6)

@@ -67,6 +67,11 @@ def test_walk_equals_the_sequential_definition() -> None:
             expected = [d for span in ranges for d in sequential(independent, embed, tokens, finals, span, k)]
             assert [(d.row, d.tokens, d.accepted) for d in walk.drafts] == expected
             assert walk.generated == sum(e - s for s, e in ranges)
+    hits = draft_all_rows(bound(head, embed), batch, 4, hits_only=True)
+    assert hits.accepted_R == rows.accepted_R
+    assert [t[: n + 1] for t, n in zip(hits.tokens_R, hits.accepted_R, strict=True)] == [
+        [*t[:n], *([-1] if len(t) > n else [])] for t, n in zip(rows.tokens_R, rows.accepted_R, strict=True)
+    ]
     assert max(rows.accepted_R) >= 2  # the case holds long acceptances, else it would prove little
 
 
