@@ -16,6 +16,7 @@ and what is done with the logits next finds them in the cache; on a GPU they bou
 _CHOICE_ROWS = 2048
 """States whose logits of a block exist at once where only the largest is wanted."""
 _WORTH_A_COPY = 0.9
+"""The share of states still open below which they are copied together."""
 _ROUNDING = 0.02
 """More than a logit can differ between two ways to multiply in bf16, as a share of 1 + its size; only how early a state is given up."""
 

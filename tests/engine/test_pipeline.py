@@ -136,11 +136,13 @@ def test_an_eagle3_head_ends_with_an_export_that_the_engine_proved(plain: Config
         stage.run(cfg)
     report = read_json(cfg.report_dir / "report.json")
     assert report["proof"] == "engine"
-    # open: rarely a third eagle3 draft differs from the reference's by more than rounding (here one of 279, margin 0.07); output never does
-    assert len(report["certificate"]["differing_drafts"]) <= 1
-    assert report["certificate"]["drafted_token_agreement"] >= 0.99
+    # open: the engine's third draft after this row is another than the reference's (a float64 replay agrees with the reference, margin 0.035)
+    known = {"id": "p12", "row": 61, "depth": 2, "token": 94}
+    differing, compared = report["certificate"]["differing_drafts"], report["certificate"]["drafted_tokens_compared"]
+    assert differing in ([], [known])
+    assert report["certificate"]["drafted_token_agreement"] == (compared - len(differing)) / compared
     assert report["certificate"]["output_agreement"] == 1.0
-    assert report["certificate"]["drafted_tokens_compared"] > 0
+    assert compared > 0
     proofs = {f.name: read_json(f / "mtptrain.json")["proof"] for f in cfg.export_dir.iterdir() if f.is_dir()}
     assert proofs == {"vllm": "engine", "sglang": "contract", "trtllm": "contract", "hf": "contract"}
     assert '"method": "eagle3"' in report["serve"]
