@@ -136,7 +136,7 @@ def test_an_eagle3_head_ends_with_an_export_that_the_engine_proved(plain: Config
         stage.run(cfg)
     report = read_json(cfg.report_dir / "report.json")
     assert report["proof"] == "engine"
-    # open: the engine's third draft after this row is another than the reference's (a float64 replay agrees with the reference, margin 0.035)
+    # open: the engine's third draft here is not the reference's, with which a float64 replay agrees (margin 0.035)
     known = {"id": "p12", "row": 61, "depth": 2, "token": 94}
     differing, compared = report["certificate"]["differing_drafts"], report["certificate"]["drafted_tokens_compared"]
     assert differing in ([], [known])
