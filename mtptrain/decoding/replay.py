@@ -6,7 +6,9 @@ compared token by token up to its first difference, whether it was accepted or n
 Legend: T tokens, H hidden, R rows that drafted.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,17 +20,27 @@ from mtptrain.heads.drafter import Drafter
 from mtptrain.heads.unroll import Unroll, rows_of
 
 
+@dataclass(slots=True)
+class Difference:
+    """Where a draft first differs without being a tie."""
+
+    depth: int
+    margin: float | None
+    """The reference's best logit less its logit of the engine's token; None for a token the draft vocabulary lacks. One that is within
+    the rounding of a whole forward (float32: 1e-4) is chance, a larger one a fault."""
+
+
 @torch.no_grad()
 def replay_drafts(
     drafter: Drafter, token_T: Tensor, states: Mapping[str, Tensor], steps: Sequence[Step]
-) -> tuple[Agreement, list[int | None]]:
+) -> tuple[Agreement, list[Difference | None]]:
     """Agreement of all drafted tokens, and for each step where its draft differs without being a tie (None: nowhere).
 
     `states`, the target's [T, H] a capture, in the engine's dtype: logits are rounded to it, and a tie is a margin of at most two units
     in its last place.
     """
     agreement = Agreement()
-    firsts: list[int | None] = [None] * len(steps)
+    firsts: list[Difference | None] = [None] * len(steps)
     drafting = sorted((i for i, step in enumerate(steps) if step.drafted), key=lambda i: steps[i].row)
     if not drafting:
         return agreement, firsts
@@ -50,7 +62,7 @@ def replay_drafts(
             elif top.ties_with(token):
                 agreement.ties += 1
             else:
-                firsts[i] = depth
+                firsts[i] = Difference(depth, _margin(drafter, state_RH[number], token))
         keep_A = torch.tensor(going, dtype=torch.int64, device=token_T.device)
         drafting = [drafting[number] for number in going]
         if drafting:
@@ -58,3 +70,9 @@ def replay_drafts(
             state_RH = unroll.advance(keep_A, token_A)
         depth += 1
     return agreement, firsts
+
+
+def _margin(drafter: Drafter, state_H: Tensor, token: int) -> float | None:
+    logits_V = drafter.whole_logits(state_H[None])[0]
+    margin = float(logits_V.max() - logits_V[token])
+    return margin if math.isfinite(margin) else None

@@ -94,6 +94,8 @@ def certificate(report: dict[str, Any]) -> Section | None:
         panels.append(Panel(title="Agreement, token for token", note=note, table=_agreement(found)))
         if found.get("output_divergences"):
             panels.append(Panel(title="Outputs that differ", table=_divergences(found["output_divergences"])))
+        if found.get("differing_drafts"):
+            panels.append(Panel(title="Drafts that differ by more than a tie", table=_differing_drafts(found["differing_drafts"])))
     if expected:
         panels.append(_expected(expected))
     if not panels:
@@ -129,6 +131,15 @@ def _divergences(divergences: list[dict[str, Any]]) -> Table:
         [str(d.get("id")), count(d.get("token")), "a tie" if d.get("tie") else "not a tie", number(d.get("margin"), 4)] for d in divergences
     ]
     return Table(["document", "first differing token", "cause", "margin"], rows, words=[2])
+
+
+def _differing_drafts(differing: list[dict[str, Any]]) -> Table:
+    rows = [[str(d.get("id")), count(d.get("row")), count(d.get("depth")), count(d.get("token")), _margin(d)] for d in differing]
+    return Table(["document", "drafted from row", "first differing depth", "drafted token id", "below the best logit"], rows)
+
+
+def _margin(found: dict[str, Any]) -> str:
+    return "no logit" if found.get("margin") is None else f"{found['margin']:.2g}"
 
 
 def _expected(expected: dict[str, Any]) -> Panel:

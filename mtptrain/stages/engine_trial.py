@@ -62,7 +62,7 @@ class Findings:
     """The engine's own greedy tokens against the argmax of transformers' forward on the same context."""
     divergences: list[dict[str, Any]] = field(default_factory=list)
     differing: list[dict[str, Any]] = field(default_factory=list)
-    """Drafts that differ without being a tie."""
+    """Drafts that differ without being a tie, and by how much (replay.Difference)."""
 
 
 def drafts_to_try(cfg: Config, candidate: Path) -> dict[str, dict[str, Any] | None]:
@@ -205,7 +205,7 @@ def certify(
                 agreement, firsts = replay_drafts(drafter, tokens_T, states, drafted.steps)
                 findings.drafts.add(agreement)
                 findings.differing += [
-                    {"id": walks[i].id, "row": step.row, "depth": first, "token": step.drafted[first]}
+                    {"id": walks[i].id, "row": step.row, "depth": first.depth, "token": step.drafted[first.depth], "margin": first.margin}
                     for step, first in zip(drafted.steps, firsts, strict=True)
                     if first is not None
                 ]

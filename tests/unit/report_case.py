@@ -112,6 +112,10 @@ def full_report() -> dict[str, Any]:
                 {"id": "doc-0003", "token": 71, "tie": True, "margin": 0.0078125},
                 {"id": HOSTILE, "token": 12, "tie": False, "margin": 0.34375},
             ],
+            "differing_drafts": [
+                {"id": HOSTILE, "row": 61, "depth": 2, "token": 94, "margin": 2.86102294921875e-06},
+                {"id": "doc-0003", "row": 7, "depth": 0, "token": 5, "margin": None},
+            ],
             "tie": "at most two units in the last place of bfloat16 below the best logit",
         },
         "expected_at_temperature_1": {

@@ -11,7 +11,7 @@ import torch
 
 from mtptrain.config import Config, EngineConfig
 from mtptrain.decoding.reference import Top
-from mtptrain.decoding.replay import replay_drafts
+from mtptrain.decoding.replay import Difference, replay_drafts
 from mtptrain.decoding.walk import Draft, draft_all_rows
 from mtptrain.engines.vllm import Answer, EngineRun, Prompt, Step
 from mtptrain.heads.lm_head import LmHead
@@ -25,19 +25,25 @@ LM_HEAD = LmHead(torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_s
 
 def drafted_by_one_row(row: int, k: int) -> list[int]:
     """The head's own chain from `row`, one row at a time, every drafted token fed back."""
-    head, batch, embed = small_head(small_spec()), small_batch([12], [[(3, 12)]], 1), small_embed()
-    unroll = Unroll(bound(head, embed))
-    rows = torch.arange(11)
-    unroll.extend(batch.token_T[1:], {"final": batch.final_TH[:-1]}, rows, torch.zeros_like(rows))
-    zero, tokens = torch.zeros(1, dtype=torch.int64), []
-    state = unroll.start(torch.tensor([row]))
+    tokens: list[int] = []
     for _ in range(k):
-        tokens.append(int(LM_HEAD.logits(state).argmax()))
-        state = unroll.advance(zero, torch.tensor([tokens[-1]]))
+        tokens.append(int(logits_on_the_way(row, tokens)[-1].argmax()))
     return tokens
 
 
-def replay(steps: list[Step]) -> tuple[int, int, list[int | None]]:
+def logits_on_the_way(row: int, tokens: list[int]) -> torch.Tensor:
+    """The head's logits [K, V] from `row`, fed `tokens`."""
+    head, batch = small_head(small_spec()), small_batch([12], [[(3, 12)]], 1)
+    unroll = Unroll(bound(head, small_embed()))
+    rows = torch.arange(11)
+    unroll.extend(batch.token_T[1:], {"final": batch.final_TH[:-1]}, rows, torch.zeros_like(rows))
+    states = [unroll.start(torch.tensor([row]))]
+    for token in tokens:
+        states.append(unroll.advance(torch.zeros(1, dtype=torch.int64), torch.tensor([token])))
+    return torch.cat([LM_HEAD.logits(state) for state in states])
+
+
+def replay(steps: list[Step]) -> tuple[int, int, list[Difference | None]]:
     head, batch = small_head(small_spec()), small_batch([12], [[(3, 12)]], 1)
     agreement, firsts = replay_drafts(bound(head, lm_head=LM_HEAD), batch.token_T, batch.states, steps)
     return agreement.equal, agreement.compared, firsts
@@ -54,8 +60,19 @@ def test_whole_chains_are_compared_whether_accepted_or_not() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_draft_is_compared_up_to_its_first_difference(depth: int) -> None:
     steps = [Step(row, drafted_by_one_row(row, 3), 0) for row in ROWS]
-    steps[2].drafted[depth] = (steps[2].drafted[depth] + 1) % VOCAB
-    assert replay(steps) == (9 + depth, 10 + depth, [None, None, depth, None])
+    token = steps[2].drafted[depth] = (steps[2].drafted[depth] + 1) % VOCAB
+    equal, compared, (*before, difference, after) = replay(steps)
+    assert (equal, compared, before, after) == (9 + depth, 10 + depth, [None, None], None)
+    assert difference is not None
+    logits_V = logits_on_the_way(ROWS[2], steps[2].drafted[:depth])[-1]
+    assert difference == Difference(depth, pytest.approx(float(logits_V.max() - logits_V[token]), rel=1e-5))
+
+
+def test_a_token_outside_the_draft_vocabulary_has_no_margin() -> None:
+    head, batch, ids_D = small_head(small_spec()), small_batch([12], [[(3, 12)]], 1), torch.tensor([1, 4, 6])
+    reduced = bound(head, lm_head=LmHead(LM_HEAD.weight_VH[ids_D], ids_V=ids_D))
+    _, (difference,) = replay_drafts(reduced, batch.token_T, batch.states, [Step(5, [2], 0)])
+    assert difference == Difference(0, None)
 
 
 def test_order_empty_and_shorter_drafts() -> None:
