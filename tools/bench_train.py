@@ -22,7 +22,6 @@ from mtptrain.cli import compose
 from mtptrain.config import Config
 from mtptrain.heads.alignment import Alignment, align, pack_alignments
 from mtptrain.heads.head import DraftHead
-from mtptrain.heads.lm_head import LmHead
 from mtptrain.stages.context import open_context, open_store
 from mtptrain.stages.plan import measure_flops_per_second
 from mtptrain.stages.train import initial_head, loss_projection, make_trainer, training_documents
@@ -33,6 +32,9 @@ from mtptrain.trainer import Trainer
 
 _WARM = 2
 """Updates that do not count."""
+_PRODUCTS = ("aten::mm", "aten::addmm")
+_PARTS = ("products with the vocabulary", "other products with weights", "attention", "passes over logits", "optimizer", "the rest")
+"""Of an update's time."""
 
 
 def floor_flops(head: DraftHead, rows: Alignment, vocabulary: int) -> float:
@@ -115,26 +117,30 @@ def ours(overrides: list[str], updates: int) -> dict[str, Any]:
 
 def profile(overrides: list[str], updates: int) -> dict[str, Any]:
     """Where an update's time goes: shares of all operators' own time."""
-    _, _, trainer, vocabulary = _begin(overrides)
+    _, _, trainer, _ = _begin(overrides)
     for number in range(_WARM):
         trainer.update(trainer.updates[number % len(trainer.updates)])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
         for number in range(_WARM, _WARM + updates):
             trainer.update(trainer.updates[number % len(trainer.updates)])
-    sizes = {vocabulary, *(block.stop - block.start for block in LmHead(torch.empty(vocabulary, 0)).blocks())}
-    shares = dict.fromkeys(
-        ("products with the vocabulary", "other products with weights", "attention", "passes over logits", "the rest"), 0.0
-    )
-    for event in found.key_averages(group_by_input_shape=True):
-        wide = any(size in shape for shape in event.input_shapes for size in sizes)
-        if event.key in ("aten::mm", "aten::addmm"):
-            part = "products with the vocabulary" if wide else "other products with weights"
-        elif wide:
-            part = "passes over logits"
-        else:
-            part = "attention" if event.key in ("aten::bmm", "aten::_softmax", "aten::_softmax_backward_data") else "the rest"
-        shares[part] += event.self_cpu_time_total
+    shares: dict[str, float] = dict.fromkeys(_PARTS, 0.0)
+    for event in found.events() or []:
+        shares[_part(event)] += event.self_cpu_time_total
     return {"shares": {part: time / sum(shares.values()) for part, time in shares.items()}}
+
+
+def _part(event: Any) -> str:
+    """What an operator works for: told by the loss or the optimizer around it, else by its own name."""
+    around = event
+    while around is not None:
+        if "_ChunkedKl" in around.name:
+            return "products with the vocabulary" if event.name in _PRODUCTS else "passes over logits"
+        if around.name.startswith("Optimizer.step"):
+            return "optimizer"
+        around = around.cpu_parent
+    if event.name in _PRODUCTS:
+        return "other products with weights"
+    return "attention" if event.name in ("aten::bmm", "aten::_softmax", "aten::_softmax_backward_data") else "the rest"
 
 
 def _matrix_rate(cfg: Config, rows: int) -> float:

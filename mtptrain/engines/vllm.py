@@ -20,6 +20,8 @@ from mtptrain.target.spec import TargetSpec
 
 _GPU_SHARE = 0.9
 _GPU_SPARE = 0.03
+_PREFILL_TOKENS = 4096
+"""Of one step, where prompts are not split."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,6 +170,9 @@ class VllmGenerator:
 
     def __init__(self, cfg: Config, engine: Engine, folder: Path, arguments: dict[str, Any], stop_ids: Sequence[int]) -> None:
         self._cfg, self._folder, self._batches = cfg, folder, 0
+        if pick_device(cfg.device).type == "cpu":  # vLLM sets a request's random stream back after a part of its prompt; a CPU's it cannot
+            whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(_PREFILL_TOKENS, arguments["max_model_len"])}
+            arguments = whole | arguments
         job = {"kind": "answer", "llm": arguments, "stop_ids": sorted(stop_ids)}
         self._process = EngineProcess(cfg, engine, folder, {"answer": job}, [])
         self._process.__enter__()

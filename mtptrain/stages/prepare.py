@@ -173,9 +173,12 @@ def stage_inputs(cfg: Config, folder: Path, stop_ids: list[int]) -> dict[str, An
         "data.train": [[Path(p).name, data_hash(p)] for p in cfg.data.train],
         "data.held_out": [[Path(p).name, data_hash(p)] for p in cfg.data.held_out],
     }
+    options = asdict(cfg.data)
     if cfg.data.source is DataSource.self:
         inputs[OWN_FILE] = hash_json(own_prompts())
-    return inputs | _flat("data", asdict(cfg.data))
+    else:
+        del options["self_prompts"]
+    return inputs | _flat("data", options)
 
 
 def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -172,12 +172,11 @@ def initial_head(cfg: Config, context: Context, store: Store, documents: list[in
         order = random.Random(f"{cfg.seed}/least_squares").sample(documents, len(documents))
         norm_H = context.ends.final_norm_H.float() + context.spec.rms_norm_offset
 
-        def batches() -> Iterator[Batch]:
-            return (load_batch(store, [i], head.captures, 1, context.dtype, context.device) for i in order)
+        def batches() -> Iterator[Batch]:  # in float32 whatever training computes in: sums of products do not bear rounding
+            return (load_batch(store, [i], head.captures, 1, torch.float32, context.device) for i in order)
 
         if isinstance(head, Eagle3Head):
-            with context.autocast():
-                init_lookup(context.bind(head), batches, norm_H, cfg.seed)
+            init_lookup(context.bind(head), batches, norm_H, cfg.seed)
         else:
             init_least_squares(context.bind(head), batches(), norm_H)
     return head

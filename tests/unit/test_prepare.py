@@ -363,10 +363,11 @@ def test_options_that_cannot_work_are_refused_first(
     assert not cfg.data_dir.exists()
 
 
-def test_changed_data_are_stale_and_batch_size_is_not(target: Path, tmp_path: Path, loads: list[str]) -> None:
+def test_changed_data_are_stale_and_what_decides_nothing_is_not(target: Path, tmp_path: Path, loads: list[str]) -> None:
     cfg = config(target, tmp_path, prompts("Hi"))
     prepare.run(cfg)
     cfg.data.responses.batch_size = 1
+    cfg.data.self_prompts.count += 1  # of source=self
     prepare.run(cfg)
     cfg.data.responses.max_new_tokens = 9
     with pytest.raises(StaleError, match=r"data.responses.max_new_tokens: 24 -> 9"):
