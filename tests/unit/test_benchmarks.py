@@ -9,10 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mtptrain.config import HeadKind, OutputProjection
+from mtptrain.heads.lm_head import LmHead
 from mtptrain.heads.unroll import Unroll, true_token_steps
 from mtptrain.losses import distillation_kl
 from tests.recipes.test_pipeline import ROOT
-from tests.unit.heads import VOCAB, bound, small_batch, small_head, small_spec
+from tests.unit.heads import HIDDEN, VOCAB, bound, small_batch, small_head, small_spec
 
 
 def tool(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
@@ -53,6 +54,26 @@ def test_the_floor_of_a_step_is_what_its_products_take(monkeypatch: pytest.Monke
     if options["kind"] is HeadKind.eagle:
         beyond = head.fc.weight.numel() * sum(len(row) for row, _ in found[1:])  # half of 2 a weight
     assert products == bench.weight_flops(head, batch.rows, VOCAB) + beyond
+
+
+def test_the_profile_tells_loss_and_optimizer_by_what_is_around_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer's product has the very shape of the loss's."""
+    bench = tool(monkeypatch, "bench_train")
+    layer = torch.nn.Linear(HIDDEN, HIDDEN, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    states, ids = torch.randn(6, HIDDEN), torch.arange(6)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        loss, _ = distillation_kl(layer(states), torch.ones(6), ids, states, LmHead(torch.randn(HIDDEN, HIDDEN)), 4096)
+        loss.backward()
+        optimizer.step()
+    parts: dict[str, set[str]] = {}
+    for event in found.events():
+        parts.setdefault(bench._part(event), set()).add(event.name)
+    assert "aten::mm" in parts["products with the vocabulary"]
+    assert "aten::mm" in parts["other products with weights"]
+    assert "aten::exp_" in parts["passes over logits"]
+    assert not {"aten::mm", "aten::addmm"} & (parts["passes over logits"] | parts["optimizer"] | parts["the rest"])
+    assert parts["optimizer"]
 
 
 @pytest.mark.parametrize(("now", "worse"), [(0.76, False), (0.74, True), (2.0, False)])
