@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mtptrain.errors import UserError
-from mtptrain.files import hash_file, read_json, write_folder_atomic, write_json
+from mtptrain.files import hash_file, read_json, save_tensors, write_folder_atomic, write_json
 
 _STATE = "state.json"
 
@@ -21,7 +21,7 @@ def save_checkpoint(folder: Path, groups: dict[str, dict[str, Tensor]], state: d
 
     def write(tmp: Path) -> None:
         for group, tensors in groups.items():
-            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, tmp / f"{group}.safetensors")
+            save_tensors(tmp / f"{group}.safetensors", {name: t.detach().cpu().contiguous() for name, t in tensors.items()})
         hashes = {group: hash_file(tmp / f"{group}.safetensors") for group in groups}
         write_json(tmp / _STATE, {"hashes": hashes, **state})
 

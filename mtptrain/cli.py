@@ -4,7 +4,8 @@
     python -m mtptrain.JOB -m +recipe=NAME train.steps=1,3     one run a value, none overwriting another
 
 Nothing heavy (torch, transformers) is imported before the config is known to be valid. Exit status: 0, 2 for what the user can
-mend (one line on stderr; MTPTRAIN_TRACE=1 shows the trace as well), 130 when interrupted.
+mend (one line on stderr; MTPTRAIN_TRACE=1 shows the trace as well), 130 when interrupted by Ctrl-C and 143 by SIGTERM: the same
+command continues.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from mtptrain.config import Config
 from mtptrain.errors import UserError
 from mtptrain.files import hash_bytes
 from mtptrain.near import is_free, is_option, unknown_keys, unknown_name, unknown_option
+from mtptrain.signals import exit_status, handled
 
 Main = Callable[[Config], None]
 
@@ -346,7 +348,8 @@ def run(main: Main, name: str, argv: Sequence[str]) -> int:
         args, ordered = _parse(_plain_recipe(argv))
         _check(args)
         try:
-            _run_hydra(main, args, ordered, shown, swept_well)
+            with handled():
+                _run_hydra(main, args, ordered, shown, swept_well)
         except Exception:
             _compare(name, swept_well, shown)  # a run that failed hides nothing of the others
             raise
@@ -364,9 +367,9 @@ def run(main: Main, name: str, argv: Sequence[str]) -> int:
             shown.append(_tell(error))
     except (HydraException, OmegaConfBaseException) as error:
         shown.append(_tell(UserError(explain(error, args.overrides))))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
-        return 130
+        return exit_status(interrupt)
     return 2 if shown else 0
 
 

@@ -62,6 +62,14 @@ class Executor(Enum):
 
 class Codec(Enum):
     bf16 = "bf16"
+    int8 = "int8"
+    fp8 = "fp8"
+    int4 = "int4"
+
+
+class BadUpdate(Enum):
+    stop = "stop"
+    skip = "skip"
 
 
 class HeadKind(Enum):
@@ -269,6 +277,9 @@ class StoreConfig:
     """The hidden-state store on disk."""
 
     codec: Codec = Codec.bf16
+    """Of `final`, which the teacher is made of (mtptrain/store/README.md)."""
+    aux_codec: Codec | None = None
+    """Of every other capture; None: the same."""
     shard_tokens: int = 65536
     """A shard closes at this many tokens; a document is never split."""
 
@@ -459,6 +470,12 @@ class TrainConfig:
     checkpoint_every: int = 100
     keep: int = 2
     """Newest checkpoints kept, beside the best one."""
+    bad_update: BadUpdate = BadUpdate.stop
+    """What becomes of an update whose loss or gradient is not finite, or whose loss is a spike; the weights never see it."""
+    spike: float | None = 10.0
+    """A loss this many times the mean of those before is a spike; None: none is. The first 20 updates make the mean."""
+    max_skipped: int = 10
+    """With bad_update=skip: more than this many stop the training."""
 
     def __post_init__(self) -> None:
         for key in (
@@ -475,6 +492,8 @@ class TrainConfig:
             _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "must be at least 1")
         _require(self.steps <= 16, "train.steps", self.steps, "must be at most 16")
         _require(self.max_updates is None or self.max_updates >= 1, "train.max_updates", self.max_updates, "must be at least 1")
+        _require(self.spike is None or self.spike > 1, "train.spike", self.spike, "must be above 1, or null")
+        _require(self.max_skipped >= 0, "train.max_skipped", self.max_skipped, "must be >= 0")
         _require(0 <= self.ema < 1, "train.ema", self.ema, "must be in [0, 1)")
         _require(self.feature_noise >= 0, "train.feature_noise", self.feature_noise, "must be >= 0")
         weights = self.loss.step_weights

@@ -172,7 +172,7 @@ def estimate(cfg: Config, auto_bytes: int = 4, spec: TargetSpec | None = None) -
     spec, amount = spec or known_spec(cfg), volume(cfg)
     head = sizes.head_parameters(cfg.head, spec)
     captures = {*cfg.precompute.captures, *captures_of(cfg.head, spec)}
-    per_token = sizes.stored_bytes_per_token(cfg.store, len(captures), spec)
+    per_token = sizes.stored_bytes_per_token(cfg.store, captures, spec)
     trained = amount.tokens * cfg.train.epochs
     if cfg.train.max_updates is not None:
         trained = min(trained, cfg.train.max_updates * cfg.train.batch_tokens * cfg.train.accumulate)

@@ -5,14 +5,18 @@ The content hash is XXH3-128 everywhere (fast, not cryptographic: it finds damag
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from mtptrain.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CHUNK_BYTES = 1 << 22
 
@@ -91,6 +95,20 @@ def _umask() -> int:
     return mask
 
 
+def save_tensors(path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str] | None = None) -> None:
+    """safetensors' `save_file`; what a full disk answers comes as the OSError it is."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as e:
+        told = re.search(r"os error (\d+)", str(e))
+        if told is None:
+            raise
+        raise OSError(int(told[1]), os.strerror(int(told[1])), str(path)) from e
+
+
 def append_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     """Append whole lines and make them durable; a line torn by a crash is dropped by `read_jsonl_durable`."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,15 +119,24 @@ def append_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def read_jsonl_durable(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a file written by `append_jsonl`. A torn last line is cut off the file, so that appending may go on."""
+    """Rows of a file written by `append_jsonl`. A torn last line is cut off the file, so that appending may go on.
+
+    UserError for a damaged line anywhere else.
+    """
     if not path.exists():
         return
     good = 0
     with open(path, "rb") as f:
-        for raw in f:
+        for line, raw in enumerate(f, 1):
             if not raw.endswith(b"\n"):
                 break
-            yield json.loads(raw)
+            try:
+                row = json.loads(raw)
+            except ValueError as e:
+                raise UserError(f"{path}:{line} is damaged ({e}); delete that line, what it held is made anew") from e
+            if not isinstance(row, dict):
+                raise UserError(f"{path}:{line} is damaged (no object); delete that line, what it held is made anew")
+            yield row
             good += len(raw)
     if good != path.stat().st_size:
         os.truncate(path, good)

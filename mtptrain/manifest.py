@@ -2,9 +2,10 @@
 
 `inputs` is a flat dict of JSON scalars, lists or dicts. A stage writes it to `started.json` before it begins and
 to `manifest.json` when it is complete, so that both a finished and an interrupted stage can be checked against
-what is asked for now.
+what is asked for now. Either file holds a hash of itself, so that a changed one is told.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from filelock import FileLock, Timeout
 from mtptrain import __version__
 from mtptrain.config import OnStale
 from mtptrain.errors import StaleError, UserError
-from mtptrain.files import read_json, write_json
+from mtptrain.files import hash_json, read_json, write_json
 
 MANIFEST = "manifest.json"
 _STARTED = "started.json"
@@ -72,10 +73,23 @@ def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool
 
 def _inputs_of(found: Path) -> dict[str, Any]:
     """What a manifest says its stage was made from. UserError where it cannot be read."""
-    read = read_json(found)
-    if not isinstance(read, dict) or not isinstance(read.get("inputs"), dict):
+    inputs = _read(found).get("inputs")
+    if not isinstance(inputs, dict):
         raise UserError(f"{found} is damaged (no `inputs` in it); use on_stale=redo to redo {found.parent}")
-    return read["inputs"]
+    return inputs
+
+
+def _read(found: Path) -> dict[str, Any]:
+    """A manifest that is as it was written. UserError where it is not."""
+    read = read_json(found)
+    if not isinstance(read, dict) or read.pop("hash", None) != hash_json(read):
+        raise UserError(f"{found} is damaged or was changed (its hash differs); use on_stale=redo to redo {found.parent}")
+    return read
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    content = json.loads(json.dumps(content))  # as it will be read: tuples as lists, keys as strings
+    write_json(file, {"hash": hash_json(content), **content})
 
 
 def begin(folder: Path, inputs: dict[str, Any]) -> None:
@@ -84,12 +98,12 @@ def begin(folder: Path, inputs: dict[str, Any]) -> None:
     Until `finish` no other process may begin it: UserError there.
     """
     _hold(folder)
-    write_json(folder / _STARTED, {"inputs": inputs, "mtptrain": __version__})
+    _write(folder / _STARTED, {"inputs": inputs, "mtptrain": __version__})
 
 
 def finish(folder: Path, inputs: dict[str, Any], results: dict[str, Any]) -> None:
     """Mark the stage complete. `results` is what later stages and people want to know about it."""
-    write_json(folder / MANIFEST, {"inputs": inputs, "mtptrain": __version__, "results": results})
+    _write(folder / MANIFEST, {"inputs": inputs, "mtptrain": __version__, "results": results})
     if lock := _held.pop(folder, None):
         lock.release()
 
@@ -111,7 +125,7 @@ def require(folder: Path, what: str, command: str) -> dict[str, Any]:
     if not (folder / MANIFEST).exists():
         raise UserError(f"{what} is missing or unfinished in {folder}; make it with: {command}")
     _inputs_of(folder / MANIFEST)
-    manifest: dict[str, Any] = read_json(folder / MANIFEST)
+    manifest = _read(folder / MANIFEST)
     if not isinstance(manifest.get("results"), dict):
         raise UserError(f"{folder / MANIFEST} is damaged (no `results` in it); use on_stale=redo to redo {folder}")
     return manifest

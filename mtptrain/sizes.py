@@ -1,14 +1,15 @@
 """Closed forms: parameters of targets and heads, bytes of a stored token, work of a forward. Nothing here reads a weight."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from mtptrain.config import HeadConfig, HeadKind, OutputProjection, StoreConfig
 from mtptrain.heads.captures import eagle3_captures, eagle3_kv_heads
+from mtptrain.store.codec_bytes import state_bytes
 from mtptrain.target.spec import TargetSpec
 
 TOKEN_BYTES = 5
 """A stored token's id (int32) and mask (bool)."""
-_CODEC_BYTES = {"bf16": 2}
 
 
 def attention_parameters(spec: TargetSpec, *, bias: bool, qk_norm: bool) -> int:
@@ -71,8 +72,9 @@ def own_projection_parameters(head: HeadConfig, spec: TargetSpec) -> int:
     return draft_vocabulary(head, spec) * spec.hidden_size if own else 0
 
 
-def stored_bytes_per_token(store: StoreConfig, captures: int, spec: TargetSpec) -> int:
-    return captures * spec.hidden_size * _CODEC_BYTES[store.codec.value] + TOKEN_BYTES
+def stored_bytes_per_token(store: StoreConfig, captures: Collection[str], spec: TargetSpec) -> int:
+    aux = store.aux_codec or store.codec
+    return TOKEN_BYTES + sum(state_bytes((store.codec if c == "final" else aux).name, spec.hidden_size) for c in captures)
 
 
 def kv_bytes_per_token(spec: TargetSpec, element_bytes: int) -> int:

@@ -5,6 +5,7 @@ the same bits (one process, same threads and device).
 """
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from mtptrain.batches import Batch, load_batch
 from mtptrain.checkpoint import checkpoints, load_checkpoint, prune, save_checkpoint
-from mtptrain.config import TrainConfig
+from mtptrain.config import BadUpdate, TrainConfig
 from mtptrain.data.order import epoch_batches
 from mtptrain.errors import UserError
 from mtptrain.files import append_jsonl, read_jsonl_durable, write_text
@@ -30,9 +31,12 @@ from mtptrain.heads.lm_head import LmHead
 from mtptrain.heads.unroll import Unroll, true_token_steps
 from mtptrain.losses import RowStatistics, distillation_kl, hidden_match, step_weights
 from mtptrain.optim import build_adamw, load_moments, lr_factor, moments, set_lr
+from mtptrain.signals import Interrupted, check, deferred
 from mtptrain.store.reader import Store
 
 LOG = "log.jsonl"
+_SPIKE_AFTER = 20
+"""Updates that must be known before a loss can be a spike."""
 _NOISE_TOKENS = 512
 """Length of a document at which `train.feature_noise` is the noise's bound (EAGLE's 512 / T)."""
 
@@ -51,6 +55,12 @@ class Progress:
     """Of evaluations, the walks on held-out documents."""
     best_score: float = -1.0
     best_update: int = -1
+    evaluated: int = 0
+    """The last update after which the head was evaluated."""
+    skipped: int = 0
+    """Updates that were bad and left the weights as they were."""
+    mean_loss: float = 0.0
+    """Of the updates that were not."""
 
 
 class Trainer:
@@ -153,23 +163,50 @@ class Trainer:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
                 loss, steps = self.batch_loss(batch, self._noise(documents, number))
             value = float(loss.detach()) / rows
-            if value != value or value in (float("inf"), float("-inf")):
-                names = ", ".join(entries[i].id for i in documents)
-                raise UserError(f"loss is {value} at update {self.progress.update}; weights are unchanged; its documents: {names}")
+            if not math.isfinite(value):
+                return self._bad(f"loss is {value}", documents)
             (loss / rows).backward()
             total += value
             statistics.append(steps)
+        every = [i for documents in batches for i in documents]
+        if self._is_spike(total):
+            return self._bad(f"loss is {total:.4g}, {total / self.progress.mean_loss:.1f} times the mean of those before", every)
         norm = self._clip()
+        if not math.isfinite(norm):
+            return self._bad(f"the gradient's norm is {norm}", every)
         self.optimizer.step()
         self._average()
+        self._count(total)
         self.progress.update += 1
-        self.progress.tokens += sum(entries[i].length for documents in batches for i in documents)
+        self.progress.tokens += sum(entries[i].length for i in every)
         self.progress.supervised += rows
         return {"loss": total, "lr": self.config.optim.lr * factor, "grad_norm": norm, **_summary(statistics)}
 
+    def _is_spike(self, loss: float) -> bool:
+        known = self.progress.update - self.progress.skipped
+        return self.config.spike is not None and known >= _SPIKE_AFTER and loss > self.config.spike * self.progress.mean_loss
+
+    def _count(self, loss: float) -> None:
+        """Into the mean that tells a spike: of all at first, then of the last 20 or so."""
+        known = self.progress.update - self.progress.skipped
+        self.progress.mean_loss += (loss - self.progress.mean_loss) / min(known + 1, _SPIKE_AFTER)
+
+    def _bad(self, problem: str, documents: list[int]) -> dict[str, Any]:
+        """Stop, or pass over the update as `train.bad_update` says; either way the optimizer does not see it."""
+        at, names = self.progress.update, ", ".join(self.store.entries[i].id for i in documents)
+        told = f"{problem} at update {at}; weights are unchanged; its documents: {names}"
+        if self.config.bad_update is BadUpdate.stop:
+            raise UserError(f"{told}; train.bad_update=skip passes over such updates")
+        self.optimizer.zero_grad(set_to_none=True)
+        self.progress.update += 1
+        self.progress.skipped += 1
+        if self.progress.skipped > self.config.max_skipped:
+            raise UserError(f"{told}; it is one more than train.max_skipped={self.config.max_skipped}")
+        return {"skipped": problem, "documents": [self.store.entries[i].id for i in documents]}
+
     def _clip(self) -> float:
         limit = self.config.optim.clip or float("inf")
-        return float(torch.nn.utils.clip_grad_norm_(self.head.parameters(), limit, error_if_nonfinite=True))
+        return float(torch.nn.utils.clip_grad_norm_(self.head.parameters(), limit))
 
     def _average(self) -> None:
         for name, parameter in self.head.named_parameters() if self.ema else ():
@@ -178,29 +215,45 @@ class Trainer:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Progress:
-        """Train to the end, from the newest checkpoint if there is one."""
+        """Train to the end, from the newest checkpoint if there is one. Interrupted, it saves one and then ends."""
         self._resume()
+        with deferred():
+            try:
+                self._loop()
+            except Interrupted:
+                self._save()
+                raise
+        return self.progress
+
+    def _loop(self) -> None:
         last_log = (time.monotonic(), self.progress.tokens, self.progress.supervised)
         total = len(self.updates)
         with tqdm(total=total, initial=self.progress.update, desc="train", unit="update", mininterval=1.0) as bar:
+            self._evaluate_if_due()
             while self.progress.update < total:
                 began = time.monotonic()
                 row = self.update(self.updates[self.progress.update])
                 self.progress.seconds += time.monotonic() - began
                 bar.update()
                 done = self.progress.update
-                if done % self.config.log_every == 0 or done == total:
+                if "skipped" in row:
+                    self._log({"update": done, **row})
+                elif done % self.config.log_every == 0 or done == total:
                     now = (time.monotonic(), self.progress.tokens, self.progress.supervised)
                     elapsed = now[0] - last_log[0]
                     row["tokens_per_second"] = (now[1] - last_log[1]) / elapsed
                     row["supervised_per_second"] = (now[2] - last_log[2]) / elapsed
                     last_log = now
                     self._log({"update": done, **row})
-                if done % self.config.eval_every == 0 or done == total:
-                    self._evaluate_and_keep_best()
+                self._evaluate_if_due()
                 if done % self.config.checkpoint_every == 0 or done == total:
                     self._save()
-        return self.progress
+                check()
+
+    def _evaluate_if_due(self) -> None:
+        done, total = self.progress.update, len(self.updates)
+        if done > self.progress.evaluated and (done % self.config.eval_every == 0 or done == total):
+            self._evaluate_and_keep_best()
 
     def _log(self, row: dict[str, Any]) -> None:
         append_jsonl(self.folder / LOG, [row])
@@ -214,14 +267,17 @@ class Trainer:
         trained = {n: t.detach().clone() for n, t in self.head.state_dict().items()}
         self.head.load_state_dict(self.evaluated_weights())
         began = time.monotonic()
-        result = self._evaluate(self.head)
+        try:
+            result = self._evaluate(self.head)
+        finally:
+            self.head.load_state_dict(trained)
         self.progress.walk_seconds += time.monotonic() - began
         score = result["mean_accepted_length"]
         if score > self.progress.best_score:
             self.progress.best_score, self.progress.best_update = score, self.progress.update
             state = {"update": self.progress.update, "walk": result, "head": head_record(self.head)}
             save_checkpoint(self.folder / "best", {"head": self.evaluated_weights()}, state)
-        self.head.load_state_dict(trained)
+        self.progress.evaluated = self.progress.update
         self._log({"update": self.progress.update, "walk": result})
 
     def _save(self) -> None:

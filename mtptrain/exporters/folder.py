@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors.torch import save_file
 from torch import Tensor
 
-from mtptrain.files import write_json
+from mtptrain.files import save_tensors, write_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -30,4 +29,4 @@ class Export:
 
     def write(self, folder: Path) -> None:
         write_json(folder / CONFIG, self.config)
-        save_file(self.tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(folder / WEIGHTS, self.tensors, {"format": "pt"})

@@ -79,6 +79,8 @@ def format_row(row: dict[str, Any]) -> str:
         rates = " ".join(f"{r:.3f}" for r in walk["conditional_accept_rate"] if r is not None)
         length = walk["mean_accepted_length"]
         return f"  update {row['update']:>6}  held-out walk: accepted length {length:.3f}, by depth (conditional) {rates}"
+    if "skipped" in row:
+        return f"  update {row['update']:>6}  passed over: {row['skipped']}; its documents: {', '.join(row['documents'])}"
     numbers = " ".join(f"{m:.3f}" for m in row["match"])
     return (
         f"  update {row['update']:>6}  loss {row['loss']:.4f}  match by step {numbers}  lr {row['lr']:.2e}  "

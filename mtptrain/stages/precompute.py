@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from mtptrain import manifest
-from mtptrain.config import Config, PrecomputeBackend
+from mtptrain.config import Codec, Config, PrecomputeBackend, StoreConfig
 from mtptrain.config_io import config_yaml
 from mtptrain.data.documents import FILE, Document, check_documents, read_documents
 from mtptrain.data.packing import pack
@@ -34,7 +34,8 @@ from mtptrain.files import hash_file, hash_json, write_text
 from mtptrain.sizes import stored_bytes_per_token
 from mtptrain.stages.context import wanted_captures
 from mtptrain.stages.parity import check_engine, check_packed
-from mtptrain.store.codecs import CODECS
+from mtptrain.store.codec_bytes import GROUP
+from mtptrain.store.codecs import CODECS, StateCodec
 from mtptrain.store.format import TOKENS, VERSION, Rejected, part_fingerprint, read_sidecar, shard_ranges
 from mtptrain.store.writer import StoreWriter
 from mtptrain.target.ends import weights_hash
@@ -44,6 +45,8 @@ from mtptrain.target.spec import TargetSpec, read_spec
 from mtptrain.target.tokenizer import tokenizer_hash
 
 REJECTS = "rejects.jsonl"
+_LARGEST = 2.0**126
+"""A factor of four below what bf16 holds, so that no codec's rounding overflows."""
 _GIVE_UP_AFTER = 64
 """Documents all rejected so far that make it pointless to go on."""
 
@@ -68,6 +71,7 @@ def run(cfg: Config) -> None:
     target = resolve_target(cfg.target)
     spec = read_spec(target)
     _check_captures(cfg.precompute.captures, spec)
+    _check_codecs(cfg, spec)
     asked = list(dict.fromkeys([*cfg.precompute.captures, *wanted_captures(cfg, spec)]))
     set_threads(cfg.threads)
     dtype = pick_dtype(cfg.target.dtype, pick_device(cfg.device))
@@ -79,7 +83,7 @@ def run(cfg: Config) -> None:
     documents = read_documents(cfg.data_dir)
     if not documents:
         raise UserError(f"{cfg.data_dir / FILE} holds no documents; prepare again with more data")
-    writer = StoreWriter(cfg.store_dir, hash_json(inputs), CODECS[cfg.store.codec.name])
+    writer = StoreWriter(cfg.store_dir, hash_json(inputs), *codecs(cfg.store))
     shards = shard_ranges([len(d.tokens) for d in documents], cfg.store.shard_tokens)
     work = plan_work(writer, documents, shards, wanted)
     if complete and not work and captures == wanted:
@@ -96,18 +100,25 @@ def run(cfg: Config) -> None:
 
 def store_inputs(cfg: Config, target: Path, dtype: torch.dtype, engine: Engine | None) -> dict[str, Any]:
     """Everything that determines the store's bytes, except which captures it holds: those are kept per capture."""
+    codec, aux_codec = codecs(cfg.store)
     return {
         "target": weights_hash(target),
         "tokenizer": tokenizer_hash(target),
         "documents": hash_file(cfg.data_dir / FILE),
         "dtype": str(dtype).removeprefix("torch."),
-        "store.codec": CODECS[cfg.store.codec.name].tag,
+        "store.codec": codec.tag,
+        "store.aux_codec": aux_codec.tag,
         "store.shard_tokens": cfg.store.shard_tokens,
         "precompute.batch_tokens": cfg.precompute.batch_tokens,
         "precompute.backend": cfg.precompute.backend.name,
         "engine": engine and engine_inputs(cfg, engine),
         "store_format": VERSION,
     }
+
+
+def codecs(store: StoreConfig) -> tuple[StateCodec, StateCodec]:
+    """Of `final` and of the other captures."""
+    return CODECS[store.codec.name], CODECS[(store.aux_codec or store.codec).name]
 
 
 def plan_work(writer: StoreWriter, documents: list[Document], shards: list[range], captures: list[str]) -> list[Work]:
@@ -155,8 +166,8 @@ def _forward(model: PreTrainedModel, tokens: list[list[int]], captures: list[str
 
 
 def _not_finite(state: dict[str, Tensor]) -> dict[str, str]:
-    """Captures that hold NaN or Inf (as stored: a value that overflows bf16 counts), with the word for it."""
-    bad = {capture: state_TH for capture, state_TH in state.items() if not torch.isfinite(state_TH).all()}
+    """Captures that hold NaN or Inf (as stored: a value that overflows bf16, or nearly, counts), with the word for it."""
+    bad = {capture: state_TH for capture, state_TH in state.items() if not state_TH.abs().amax() < _LARGEST}  # NaN is not less
     return {capture: "NaN" if torch.isnan(state_TH).any() else "Inf" for capture, state_TH in bad.items()}
 
 
@@ -267,9 +278,14 @@ def _check_captures(captures: list[str], spec: TargetSpec) -> None:
             )
 
 
+def _check_codecs(cfg: Config, spec: TargetSpec) -> None:
+    if Codec.int4 in (cfg.store.codec, cfg.store.aux_codec) and spec.hidden_size % GROUP:
+        raise UserError(f"store.codec=int4: the target's hidden size, {spec.hidden_size}, is no multiple of {GROUP}; use int8")
+
+
 def _check_disk(cfg: Config, work: list[Work], spec: TargetSpec) -> None:
     """Refuse to begin what the disk cannot hold."""
-    needed = sum(w.tokens * stored_bytes_per_token(cfg.store, len(w.captures), spec) for w in work)
+    needed = sum(w.tokens * stored_bytes_per_token(cfg.store, w.captures, spec) for w in work)
     free = shutil.disk_usage(cfg.store_dir if cfg.store_dir.exists() else cfg.run_dir).free
     if needed > free:
         raise UserError(
@@ -294,9 +310,9 @@ def _summarise(folder: Path, writer: StoreWriter, shards: int, captures: list[st
     documents = sum(len(s.documents) for s in sidecars)
     if not entries:
         raise _all_rejected(documents, sidecars[0].rejected[0])
-    codec = writer.codec.tag
+    codecs = {c: writer.codec(c).tag for c in captures}
     return {
-        "captures": {c: {"codec": codec, "fingerprint": part_fingerprint(writer.fingerprint, c, codec)} for c in captures},
+        "captures": {c: {"codec": tag, "fingerprint": part_fingerprint(writer.fingerprint, c, tag)} for c, tag in codecs.items()},
         "hidden_size": hidden_size,
         "shards": shards,
         "documents": len(entries),

@@ -91,6 +91,7 @@ def _results(progress: Progress, head: DraftHead) -> dict[str, Any]:
         "seconds": progress.seconds,
         "walk_seconds": progress.walk_seconds,
         "best_update": progress.best_update,
+        "skipped_updates": progress.skipped,
         "best_mean_accepted_length": progress.best_score,
         "parameters": sum(p.numel() for p in head.parameters()),
         "captures": list(head.captures),
@@ -101,7 +102,7 @@ def _results(progress: Progress, head: DraftHead) -> dict[str, Any]:
 def train_inputs(cfg: Config, context: Context, fingerprint: str) -> dict[str, Any]:
     """Everything that determines the trained weights."""
     train = as_plain(cfg.train)
-    for cadence in ("log_every", "checkpoint_every", "keep"):
+    for cadence in ("log_every", "checkpoint_every", "keep", "max_skipped"):
         del train[cadence]
     return {
         "store": fingerprint,

@@ -199,7 +199,7 @@ def head_cost(cfg: Config, context: Context, head: DraftHead) -> dict[str, Any]:
         "parameters_per_drafted_token": parameters - own + projection,
         "captures": list(head.captures),
         "draft_vocabulary": len(head.draft_ids) if head.draft_ids is not None else context.spec.vocab_size,
-        "store_bytes_per_token": stored_bytes_per_token(cfg.store, len(captures), context.spec),
+        "store_bytes_per_token": stored_bytes_per_token(cfg.store, captures, context.spec),
     }
 
 

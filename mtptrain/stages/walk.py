@@ -8,6 +8,7 @@ from mtptrain.data.packing import pack
 from mtptrain.decoding.expected import ExpectedAcceptance, expected_by_step, expected_length
 from mtptrain.decoding.walk import DocumentWalk, draft_all_rows, hop
 from mtptrain.heads.head import DraftHead
+from mtptrain.signals import check
 from mtptrain.stages.context import Context
 from mtptrain.store.reader import Store
 
@@ -67,4 +68,5 @@ def _batches(head: DraftHead, context: Context, store: Store, documents: Sequenc
     """Documents packed, with their global indices."""
     for group in pack([store.entries[i].length for i in documents], _BATCH_TOKENS):
         members = [documents[g] for g in group]
+        check()  # a walk changes nothing, so it may end between batches
         yield members, load_batch(store, members, head.captures, steps, context.dtype, context.device)

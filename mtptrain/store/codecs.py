@@ -1,13 +1,35 @@
-"""How hidden states are stored. A codec owns the tensors of a capture's file; `data` [N, H] is always one of them.
+"""How hidden states are stored. A codec owns the tensors of a capture's file; `data` with a row a token is always one of them.
 
-N tokens of a shard, T of a document, H hidden size.
+    bf16    data bf16 [N, H]
+    int8    data int8 [N, H], scale f32 [N]                     x = data * scale; scale = largest / 127
+    fp8     data f8_e4m3 [N, H], scale f32 [N]                  x = data * scale; scale = largest / 448
+    int4    data u8 [N, G, 16], scale bf16 [N, G]               x = (nibble - 8) * scale, a scale for 32 channels, the first 16 of which
+                                                                are the low nibbles
+    and, but for bf16: outliers i32 [O], kept bf16 [N, O]       these channels' values as they were; in `data` they are zero
+
+`largest` is that of a token's other channels. Some channels of a state are 10 to 1,000 times larger than the rest, the same ones in
+almost every token; they would set the scale for all (arXiv 2208.07339). The outliers of a shard are the O channels that are most often
+among a token's O largest, counted over a sample of its tokens. A count is exact, so the same states give the same bytes.
+
+Legend: N tokens of a shard, T of a document, H hidden, O outliers (codec_bytes.py), G groups of E = 32 channels, C rows of a chunk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from mtptrain.errors import UserError
+from mtptrain.store.codec_bytes import GROUP, outlier_channels
+
+_SAMPLE = 4096
+"""Tokens of a shard that its outliers are found on."""
+_CHUNK = 1 << 20
+"""Elements encoded at once, so that what lies between states and bytes stays in the cache."""
+
+Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,13 +39,100 @@ class StateCodec:
     name: str
     version: int
     encode: Callable[[Tensor], dict[str, Tensor]]
-    """bf16 states [N, H] of a shard -> tensors of its file."""
-    decode: Callable[[dict[str, Tensor], int, int], Tensor]
-    """(memory-mapped tensors, start, stop) -> bf16 states [T, H] of rows start..stop."""
+    """Finite bf16 states [N, H] of a shard -> tensors of its file, on the device of the states."""
+    decode: Callable[[Tensors, int, int], Tensor]
+    """(tensors of the file, start, stop) -> bf16 states [T, H] of rows start..stop."""
+    dtypes: Mapping[str, str]
+    """Of the file's tensors, by safetensors' names."""
+    shared: tuple[str, ...] = ()
+    """Those that are not a row a token."""
 
     @property
     def tag(self) -> dict[str, str | int]:
         return {"name": self.name, "version": self.version}
+
+
+def find_outliers(state_NH: Tensor, count: int) -> Tensor:
+    """The `count` channels, int64 ascending, that are most often among a token's `count` largest; of equals the first."""
+    sample_SH = state_NH[:: max(1, len(state_NH) // _SAMPLE)].abs()
+    if not count or not len(sample_SH):
+        return torch.arange(count, device=state_NH.device)
+    smallest_S1 = sample_SH.topk(count, dim=1).values[:, -1:]
+    often_H = (sample_SH >= smallest_S1).sum(0)
+    return often_H.sort(descending=True, stable=True).indices[:count].sort().values
+
+
+_OUTLIER_DTYPES = {"outliers": "I32", "kept": "BF16"}
+
+
+def _chunks(state_NH: Tensor) -> list[slice]:
+    rows = max(1, _CHUNK // max(1, state_NH.shape[1]))
+    return [slice(i, i + rows) for i in range(0, len(state_NH), rows)]
+
+
+def _split_outliers(codec: str, state_NH: Tensor) -> dict[str, Tensor]:
+    channel_O = find_outliers(state_NH, outlier_channels(codec, state_NH.shape[1]))
+    return {"outliers": channel_O.int(), "kept": state_NH[:, channel_O].contiguous()}
+
+
+def _others(state_CH: Tensor, channel_O: Tensor) -> Tensor:
+    """float32 [C, H] with zeros for the outliers."""
+    return state_CH.float().index_fill_(1, channel_O.long(), 0.0)
+
+
+def _with_outliers(wide_TH: Tensor, tensors: Tensors, start: int, stop: int) -> Tensor:
+    """bf16 [T, H] with the outliers put back."""
+    state_TH = wide_TH.to(torch.bfloat16)
+    return state_TH.index_copy_(1, tensors["outliers"].long(), tensors["kept"][start:stop])
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """0 where the scale is: a token of zeros stays one."""
+    return torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
+
+
+def _scaled(name: str, dtype: torch.dtype, limit: float) -> StateCodec:
+    """One scale a token, `limit` the largest value of `dtype`."""
+
+    def encode(state_NH: Tensor) -> dict[str, Tensor]:
+        tensors = _split_outliers(name, state_NH)
+        data_NH = torch.empty(state_NH.shape, dtype=dtype, device=state_NH.device)
+        scale_N = torch.empty(len(state_NH), dtype=torch.float32, device=state_NH.device)
+        for rows in _chunks(state_NH):
+            wide_CH = _others(state_NH[rows], tensors["outliers"])
+            scale_N[rows] = wide_CH.abs().amax(1) / limit
+            wide_CH *= _inverse(scale_N[rows])[:, None]
+            if not dtype.is_floating_point:
+                wide_CH.round_()
+            data_NH[rows] = wide_CH.clamp_(-limit, limit).to(dtype)
+        return {"data": data_NH, "scale": scale_N, **tensors}
+
+    def decode(tensors: Tensors, start: int, stop: int) -> Tensor:
+        wide_TH = tensors["data"][start:stop].float() * tensors["scale"][start:stop, None]
+        return _with_outliers(wide_TH, tensors, start, stop)
+
+    dtypes = {"data": "F8_E4M3" if dtype.is_floating_point else "I8", "scale": "F32", **_OUTLIER_DTYPES}
+    return StateCodec(name=name, version=1, encode=encode, decode=decode, dtypes=dtypes, shared=("outliers",))
+
+
+def _encode_int4(state_NH: Tensor) -> dict[str, Tensor]:
+    tensors = _split_outliers("int4", state_NH)
+    data_NG = torch.empty(len(state_NH), state_NH.shape[1] // GROUP, GROUP // 2, dtype=torch.uint8, device=state_NH.device)
+    scale_NG = torch.empty(data_NG.shape[:2], dtype=torch.bfloat16, device=state_NH.device)
+    for rows in _chunks(state_NH):
+        wide_CGE = _others(state_NH[rows], tensors["outliers"]).unflatten(1, (-1, GROUP))
+        scale_NG[rows] = wide_CGE.abs().amax(2) / 7
+        level_CGE = (wide_CGE * _inverse(scale_NG[rows].float())[..., None]).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
+        low, high = level_CGE.chunk(2, dim=-1)
+        data_NG[rows] = low | (high << 4)
+    return {"data": data_NG, "scale": scale_NG, **tensors}
+
+
+def _decode_int4(tensors: Tensors, start: int, stop: int) -> Tensor:
+    data_TG = tensors["data"][start:stop]
+    level_TGE = torch.cat((data_TG & 15, data_TG >> 4), dim=-1).float() - 8
+    wide_TH = (level_TGE * tensors["scale"][start:stop].float()[..., None]).flatten(1)
+    return _with_outliers(wide_TH, tensors, start, stop)
 
 
 BF16 = StateCodec(
@@ -31,5 +140,28 @@ BF16 = StateCodec(
     version=1,
     encode=lambda state_NH: {"data": state_NH.to(torch.bfloat16).contiguous()},
     decode=lambda tensors, start, stop: tensors["data"][start:stop],
+    dtypes={"data": "BF16"},
 )
-CODECS = {codec.name: codec for codec in (BF16,)}
+INT8 = _scaled("int8", torch.int8, 127.0)
+FP8 = _scaled("fp8", torch.float8_e4m3fn, 448.0)
+INT4 = StateCodec(
+    name="int4",
+    version=1,
+    encode=_encode_int4,
+    decode=_decode_int4,
+    dtypes={"data": "U8", "scale": "BF16", **_OUTLIER_DTYPES},
+    shared=("outliers",),
+)
+CODECS = {codec.name: codec for codec in (BF16, INT8, FP8, INT4)}
+
+
+def codec_of(tag: Mapping[str, object], where: Path) -> StateCodec:
+    """The codec that a store names. UserError for one that this version does not read; `where` is what names it."""
+    codec = CODECS.get(str(tag.get("name")))
+    if codec is None or codec.version != tag.get("version"):
+        known = ", ".join(f"{c.name} {c.version}" for c in CODECS.values())
+        raise UserError(
+            f"{where} is stored as {tag.get('name')} {tag.get('version')}; this version reads {known}: "
+            "use the version that wrote it, or make it anew with on_stale=redo"
+        )
+    return codec

@@ -14,10 +14,13 @@ from safetensors import SafetensorError, safe_open
 
 from mtptrain.errors import UserError
 from mtptrain.files import hash_file, hash_json, write_json
+from mtptrain.store.codecs import codec_of
 
 VERSION = 1
 TOKENS = "tokens"
+FINAL = "final"
 METADATA_KEY = "mtptrain"
+_TOKEN_DTYPES = {"tokens": "I32", "mask": "U8"}
 
 
 class StoreDamage(UserError):
@@ -156,16 +159,22 @@ def check_part(folder: Path, sidecar: Sidecar, part: str) -> None:
     record = sidecar.files.get(part)
     if record is None or not path.exists():
         raise StoreDamage(f"{path} is missing")
+    codec = None if part == TOKENS else codec_of(record.codec or {}, path)
+    expected, shared = (_TOKEN_DTYPES, ()) if codec is None else (codec.dtypes, codec.shared)
     if (size := path.stat().st_size) != record.bytes:
         raise StoreDamage(f"{path} is cut short or altered ({size} bytes instead of {record.bytes})")
     try:
         with safe_open(path, "pt") as f:
             identity = (f.metadata() or {}).get(METADATA_KEY)
-            rows = {f.get_slice(name).get_shape()[0] for name in (["tokens", "mask"] if part == TOKENS else ["data"])}
+            found = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118
+            dtypes = {name: tensor.get_dtype() for name, tensor in found.items()}
+            rows = {tensor.get_shape()[0] for name, tensor in found.items() if name not in shared}
     except SafetensorError as e:
         raise StoreDamage(f"{path} has a damaged header ({e})") from e
     if identity != header_identity(record.fingerprint, sidecar.shard):
         raise StoreDamage(f"{path} belongs to another shard or store")
+    if dtypes != expected:
+        raise StoreDamage(f"{path} holds {dtypes} instead of {dict(expected)}")
     if rows != {sidecar.tokens}:
         raise StoreDamage(f"{path} holds {sorted(rows)} rows instead of {sidecar.tokens}")
 

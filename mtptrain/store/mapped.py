@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int32, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 """What the store's codecs write, by safetensors' names."""
 
 

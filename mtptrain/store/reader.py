@@ -12,8 +12,8 @@ from torch import Tensor
 from mtptrain import manifest
 from mtptrain.errors import UserError
 from mtptrain.files import hash_json
-from mtptrain.store.codecs import CODECS
-from mtptrain.store.format import TOKENS, Entry, Sidecar, check_content, check_part, part_path, read_sidecar
+from mtptrain.store.codecs import codec_of
+from mtptrain.store.format import TOKENS, Entry, Sidecar, StoreDamage, check_content, check_part, part_path, read_sidecar
 from mtptrain.store.mapped import MappedFile
 
 _MAPPED_FILES = 4096
@@ -27,6 +27,7 @@ class Store:
         self.folder = folder
         self.manifest = manifest
         self.entries: list[Entry] = [entry for sidecar in sidecars for entry in sidecar.entries()]
+        self._codecs = {c: codec_of(found["codec"], folder) for c, found in manifest["results"]["captures"].items()}
         self._sidecars = sidecars
         self._sound: set[tuple[int, str]] = set()
         self._mapped: OrderedDict[tuple[int, str], MappedFile] = OrderedDict()
@@ -45,6 +46,8 @@ class Store:
         for sidecar in sidecars:
             for part in [TOKENS, *captures]:
                 check_part(folder, sidecar, part)
+                if part != TOKENS and (tag := sidecar.files[part].codec) != (said := stored[part]["codec"]):
+                    raise StoreDamage(f"{part_path(folder, sidecar.shard, part)} is stored as {tag}, the manifest says {said}")
         return cls(folder, found, sidecars)
 
     def indices(self, split: str) -> list[int]:
@@ -62,11 +65,10 @@ class Store:
         return self._part(entry.shard, TOKENS)["mask"][entry.start : entry.start + entry.length].bool()
 
     def state(self, i: int, capture: str) -> Tensor:
-        """Hidden states of document `i` at `capture`, bf16 [T, H]: a view of the mapped file, not to be written to."""
+        """Hidden states of document `i` at `capture`, bf16 [T, H]: with codec bf16 a view of the mapped file, not to be written to."""
         entry = self.entries[i]
         tensors = self._part(entry.shard, capture)
-        codec = CODECS[self.manifest["results"]["captures"][capture]["codec"]["name"]]
-        return codec.decode(tensors, entry.start, entry.start + entry.length)
+        return self._codecs[capture].decode(tensors, entry.start, entry.start + entry.length)
 
     def release(self) -> None:
         """Hand back the pages read since the last call, so that a pass over the store does not end with all of it in the process."""

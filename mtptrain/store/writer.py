@@ -12,6 +12,7 @@ from mtptrain.errors import UserError
 from mtptrain.files import hash_bytes, write_atomic
 from mtptrain.store.codecs import StateCodec
 from mtptrain.store.format import (
+    FINAL,
     METADATA_KEY,
     TOKENS,
     Entry,
@@ -31,12 +32,19 @@ from mtptrain.store.format import (
 
 
 class StoreWriter:
-    """`fingerprint` stands for everything that determined the store (its inputs); it is in every file."""
+    """`fingerprint` stands for everything that determined the store (its inputs); it is in every file.
 
-    def __init__(self, folder: Path, fingerprint: str, codec: StateCodec) -> None:
+    `codec` is of `final`, which the teacher is made of; `aux_codec` of every other capture.
+    """
+
+    def __init__(self, folder: Path, fingerprint: str, codec: StateCodec, aux_codec: StateCodec | None = None) -> None:
         self.folder = folder
         self.fingerprint = fingerprint
-        self.codec = codec
+        self._codec = codec
+        self._aux_codec = aux_codec or codec
+
+    def codec(self, capture: str) -> StateCodec:
+        return self._codec if capture == FINAL else self._aux_codec
 
     def missing(self, shard: int, captures: Sequence[str]) -> tuple[list[str], str | None]:
         """Parts of `shard` that must be made, and what is damaged (None if they simply are not there yet)."""
@@ -73,12 +81,12 @@ class StoreWriter:
                 raise ValueError(f"capture {capture} of shard {shard} has {state_NH.shape[0]} rows for {sidecar.tokens} tokens")
             if not torch.isfinite(state_NH).all():
                 raise ValueError(f"capture {capture} of shard {shard} holds NaN or Inf")
-            sidecar.files[capture] = self._write_part(shard, capture, self.codec.encode(state_NH))
+            sidecar.files[capture] = self._write_part(shard, capture, self.codec(capture).encode(state_NH))
         sidecar.rejected = [r for r in sidecar.rejected if r.capture not in states] + list(rejected)
         write_sidecar(self.folder, sidecar)
 
     def _write_part(self, shard: int, part: str, tensors: dict[str, Tensor]) -> PartFile:
-        codec = None if part == TOKENS else self.codec.tag
+        codec = None if part == TOKENS else self.codec(part).tag
         fingerprint = part_fingerprint(self.fingerprint, part, codec)
         payload = save(tensors, metadata={METADATA_KEY: header_identity(fingerprint, shard)})
         path = part_path(self.folder, shard, part)

@@ -10,7 +10,7 @@ from torch import Tensor
 from mtptrain import manifest
 from mtptrain.data.documents import HELD_OUT, TRAIN, Document
 from mtptrain.files import hash_json
-from mtptrain.store.codecs import BF16
+from mtptrain.store.codecs import BF16, StateCodec
 from mtptrain.store.format import part_fingerprint, shard_ranges
 from mtptrain.store.writer import StoreWriter
 
@@ -42,15 +42,17 @@ def make_store(
     states: dict[str, list[Tensor]],
     shard_tokens: int = 64,
     inputs: dict[str, object] | None = None,
+    codecs: tuple[StateCodec, StateCodec] = (BF16, BF16),
 ) -> None:
     """A finished store of `states` (capture -> one tensor a document); captures it has already are kept."""
     inputs = inputs or {"made": "for a test"}
     captures = manifest.require(folder, "", "")["results"]["captures"] if (folder / manifest.MANIFEST).exists() else {}
-    writer = StoreWriter(folder, hash_json(inputs), BF16)
+    writer = StoreWriter(folder, hash_json(inputs), *codecs)
     shards = shard_ranges([len(d.tokens) for d in documents], shard_tokens)
     for shard, members in enumerate(shards):
         writer.write(
             shard, [documents[i] for i in members], {capture: torch.cat([state[i] for i in members]) for capture, state in states.items()}
         )
-    captures |= {c: {"codec": BF16.tag, "fingerprint": part_fingerprint(writer.fingerprint, c, BF16.tag)} for c in states}
+    tags = {c: writer.codec(c).tag for c in states}
+    captures |= {c: {"codec": tag, "fingerprint": part_fingerprint(writer.fingerprint, c, tag)} for c, tag in tags.items()}
     manifest.finish(folder, inputs, {"captures": captures, "shards": len(shards)})

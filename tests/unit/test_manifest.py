@@ -1,6 +1,7 @@
 """What a changed input is called, and when a stage is reused, refused or redone."""
 
 import errno
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,22 @@ def test_fault_16_a_manifest_of_another_form_is_named(tmp_path: Path, damage: st
     (tmp_path / manifest.MANIFEST).write_text(damage)
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
         manifest.require(tmp_path, "the store", "python -m mtptrain.precompute")
+
+
+@pytest.mark.parametrize("changed", ['"a": 2', '"documents": 9', '"mtptrain": "9.9"'])
+def test_fault_16_a_manifest_that_was_changed_is_named(tmp_path: Path, changed: str) -> None:
+    """One value is another, everything else as it was written."""
+    folder = tmp_path / "stage"
+    manifest.finish(folder, {"a": 1}, {"documents": 3})
+    file = folder / manifest.MANIFEST
+    key = changed.partition(":")[0]
+    edited = re.sub(rf"{key}: [^,\n]+", changed, file.read_text())
+    assert edited != file.read_text()
+    file.write_text(edited)
+    with pytest.raises(UserError, match=r"manifest\.json is damaged or was changed \(its hash differs\); use on_stale=redo"):
+        manifest.require(folder, "the store", "python -m mtptrain.precompute")
+    with pytest.raises(UserError, match="its hash differs"):
+        manifest.is_complete(folder, {"a": 1}, OnStale.error)
 
 
 def test_fault_16_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_store_bytes_are_those_of_a_written_store(tmp_path: Path) -> None:
     document = Document(id="a", source="s", split="train", tokens=list(range(1000)), spans=[(10, 1000)])
     StoreWriter(tmp_path, "f", BF16).write(0, [document], {"final": torch.zeros(1000, 64, dtype=torch.bfloat16)})
     written = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    expected = 1000 * sizes.stored_bytes_per_token(Config().store, 1, known_spec(_config("+recipe=tiny")))
+    expected = 1000 * sizes.stored_bytes_per_token(Config().store, ["final"], known_spec(_config("+recipe=tiny")))
     assert expected <= written < expected + 1000  # two headers
 
 

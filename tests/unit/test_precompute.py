@@ -300,7 +300,7 @@ def test_inputs_hold_all_that_determines_the_bytes(tmp_path: Path, target: Path)
     cfg = config(tmp_path, target)
     inputs = precompute.store_inputs(cfg, target, torch.float32, None)
     assert set(inputs) == {
-        "target", "tokenizer", "documents", "dtype", "store.codec", "store.shard_tokens", "precompute.batch_tokens",
+        "target", "tokenizer", "documents", "dtype", "store.codec", "store.aux_codec", "store.shard_tokens", "precompute.batch_tokens",
         "precompute.backend", "engine", "store_format",
     }  # fmt: skip
     assert inputs["store.codec"] == {"name": "bf16", "version": 1}

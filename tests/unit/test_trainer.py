@@ -1,5 +1,7 @@
 """The loop on a small store: loss by definition, exact resume, frozen ends, best checkpoint, order of the data."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtptrain.config import LossConfig, OptimConfig, TrainConfig
+from mtptrain.config import BadUpdate, LossConfig, OptimConfig, TrainConfig
 from mtptrain.data.order import epoch_batches
 from mtptrain.errors import UserError
 from mtptrain.files import hash_bytes, read_jsonl_durable
 from mtptrain.heads.head import DraftHead
 from mtptrain.heads.lm_head import LmHead
+from mtptrain.signals import Interrupted, check
 from mtptrain.store.reader import Store
 from mtptrain.trainer import Trainer
 from tests.unit.heads import EPS, HIDDEN, THETA, VOCAB, bound, small_embed, small_head, small_spec
@@ -156,6 +159,99 @@ def test_a_nan_loss_stops_before_the_optimizer_step_and_names_the_documents(stor
     with pytest.raises(UserError, match=r"loss is nan at update 0.*doc-"):
         made.update(made.updates[0])
     assert weights_hash(made.head) == before
+
+
+def _bad_updates(made: Trainer, monkeypatch: pytest.MonkeyPatch, factors: dict[int, float]) -> None:
+    """Multiply the loss of some updates."""
+    whole = made.batch_loss
+
+    def batch_loss(*arguments: Any) -> Any:
+        loss, statistics = whole(*arguments)
+        return loss * factors.get(made.progress.update, 1.0), statistics
+
+    monkeypatch.setattr(made, "batch_loss", batch_loss)
+
+
+def test_a_bad_update_is_passed_over_as_if_it_had_not_been(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer takes no step, not even with the moments it has; the row says which documents."""
+    made = trainer(store, tmp_path, small_config(bad_update=BadUpdate.skip))
+    _bad_updates(made, monkeypatch, {1: float("nan"), 2: float("inf")})
+    made.update(made.updates[0])
+    before, averaged = weights_hash(made.head), made.progress.mean_loss
+    rows = [made.update(made.updates[n]) for n in (1, 2)]
+    assert weights_hash(made.head) == before
+    assert [r["skipped"] for r in rows] == ["loss is nan", "loss is inf"]
+    assert rows[0]["documents"] == [store.entries[i].id for batch in made.updates[1] for i in batch]
+    assert (made.progress.update, made.progress.skipped, made.progress.mean_loss) == (3, 2, averaged)
+    assert "loss" in made.update(made.updates[3])
+    assert weights_hash(made.head) != before
+
+
+def test_more_bad_updates_than_allowed_stop_the_training(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(store, tmp_path, small_config(bad_update=BadUpdate.skip, max_skipped=2))
+    _bad_updates(made, monkeypatch, {1: float("nan"), 3: float("nan"), 4: float("nan")})
+    with pytest.raises(UserError, match=r"loss is nan at update 4.*doc-.*one more than train\.max_skipped=2"):
+        made.run()
+    skipped = [row["update"] for row in read_jsonl_durable(tmp_path / "log.jsonl") if "skipped" in row]
+    assert skipped == [2, 4]
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_optimizer_step(store: Store, tmp_path: Path) -> None:
+    made = trainer(store, tmp_path, small_config())
+    made.head.eh_proj.weight.register_hook(lambda grad: grad * float("inf"))
+    before = weights_hash(made.head)
+    with pytest.raises(UserError, match=r"gradient's norm is (inf|nan) at update 0.*doc-.*train\.bad_update=skip"):
+        made.update(made.updates[0])
+    assert weights_hash(made.head) == before
+
+
+@pytest.mark.parametrize(("factor", "spike"), [(200.0, True), (4.0, False)])
+def test_a_spike_is_a_loss_many_times_the_mean_of_those_before(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, spike: bool
+) -> None:
+    made = trainer(store, tmp_path, small_config(epochs=9, bad_update=BadUpdate.skip))
+    assert len(made.updates) > 24
+    _bad_updates(made, monkeypatch, {1: 20.0, 22: factor})  # at first there is nothing to compare with
+    made.run()
+    assert made.progress.skipped == int(spike)
+    rows = [row for row in read_jsonl_durable(tmp_path / "log.jsonl") if "skipped" in row]
+    assert [row["update"] for row in rows] == [23] * spike
+    assert all("times the mean of those before" in row["skipped"] for row in rows)
+
+
+@pytest.mark.parametrize("where", ["update", "evaluation"])
+def test_a_terminated_run_saves_and_resumes_to_the_same_bits(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """In an update it is heard once that is done, in a walk at its next batch; the walk that was cut is done anew."""
+    config = small_config(checkpoint_every=100)
+    whole = trainer(store, tmp_path / "whole", config, scores={4: 1.5})
+    whole.run()
+    ended = trainer(store, tmp_path / "ended", config, scores={4: 1.5})
+    update, evaluate = ended.update, ended._evaluate
+
+    def terminated_update(batches: list[list[int]]) -> dict[str, Any]:
+        if where == "update" and ended.progress.update == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(batches)
+
+    def terminated_walk(head: DraftHead) -> dict[str, Any]:
+        if where == "evaluation" and ended.progress.update == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        check()
+        return evaluate(head)
+
+    monkeypatch.setattr(ended, "update", terminated_update)
+    monkeypatch.setattr(ended, "_evaluate", terminated_walk)
+    with pytest.raises(Interrupted):
+        ended.run()
+    assert [f.name for f in (tmp_path / "ended/checkpoints").iterdir()] == ["00000004"]
+    resumed = trainer(store, tmp_path / "ended", config, scores={4: 1.5})
+    progress = resumed.run()
+    assert weights_hash(resumed.head) == weights_hash(whole.head)
+    assert (progress.best_update, progress.best_score) == (4, 1.5)
+    logs = [[(row["update"], "walk" in row) for row in read_jsonl_durable(tmp_path / run / "log.jsonl")] for run in ("whole", "ended")]
+    assert logs[0] == logs[1]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 80), st.integers(0, 5), st.integers(0, 3))

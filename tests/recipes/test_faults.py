@@ -1,0 +1,31 @@
+"""Every stage broken at random points and run again, by tools/fault_test.py: what is left equals a run that was left alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.test_pipeline import ENVIRONMENT, ROOT
+
+STAGES = ["prepare", "precompute", "train", "validate", "export"]
+VARIES = {"seconds", "walk_seconds", "tokens_per_second", "supervised_per_second"}
+"""Last parts of the keys that two runs left alone differ in, and pages that hold them."""
+
+
+def break_it(tmp_path: Path, stage: str, fault: str, points: int) -> dict[str, object]:
+    file = tmp_path / "found.json"
+    command = [sys.executable, str(ROOT / "tools/fault_test.py"), "--stage", stage, "--fault", fault, "--points", str(points)]
+    done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, timeout=800)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, object] = json.loads(file.read_text())[stage]
+    assert found["faults"] == []
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_kill_9_at_any_point(tmp_path: Path, stage: str) -> None:
+    found = break_it(tmp_path, stage, "kill", 10)
+    assert found["points"] == 10

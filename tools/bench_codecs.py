@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""What a smaller store costs: error of the states, of the teacher, and the acceptance of heads trained from each codec.
+
+    python tools/bench_codecs.py RUN [--codecs int8 fp8 int8+int4] [--heads mtp lookup] [--seeds N] [--json FILE] [key=value ...]
+
+RUN holds a finished store in bf16; RUN/store/config.yaml is the base of every training, `key=value` changes it. `int8+int4` means int8 for
+`final`, int4 for the other captures. The store is coded anew in RUN/codecs; each head trains from each codec with the same seeds,
+tokens and order, and is walked on all held-out documents of the bf16 store, so that only what it learnt from differs.
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench import apart, save
+from omegaconf import OmegaConf
+
+from mtptrain import manifest
+from mtptrain.config import Config
+from mtptrain.data.documents import FILE, Document, read_documents
+from mtptrain.files import hash_json
+from mtptrain.report.measurement import measure
+from mtptrain.sizes import stored_bytes_per_token
+from mtptrain.stages.context import open_context, wanted_captures
+from mtptrain.stages.precompute import codecs
+from mtptrain.stages.train import initial_head, make_trainer, training_documents
+from mtptrain.stages.walk import walk_documents
+from mtptrain.store.format import part_fingerprint, shard_ranges
+from mtptrain.store.reader import Store
+from mtptrain.store.writer import StoreWriter
+
+TEACHER_ROWS = 4096
+HEADS: dict[str, dict[str, Any]] = {
+    "mtp": {},
+    "eagle3": {"head": {"kind": "eagle3", "draft_vocabulary": 32000}, "train": {"loss": {"hidden_weight": 0, "vocabulary": None}}},
+    "lookup": {
+        "head": {"kind": "eagle3", "lm_head": "target", "num_kv_heads": 0, "fc_norm": True, "norm_before_residual": True},
+        "train": {"loss": {"hidden_weight": 0}},
+    },
+}
+
+
+def configured(run: Path, codec: str, head: str, seed: int, overrides: list[str]) -> Config:
+    final, _, aux = codec.partition("+")
+    changes = HEADS[head] | {"store": {"codec": final, "aux_codec": aux or None}, "seed": seed, "wandb": {"mode": "disabled"}}
+    base = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(run / "store" / "config.yaml"))
+    base.head = OmegaConf.structured(Config).head
+    config = OmegaConf.to_object(OmegaConf.merge(base, changes, OmegaConf.from_dotlist(overrides)))
+    assert isinstance(config, Config)
+    config.root, config.name, config.head.label = str(run.parent), run.name, f"codec-{codec}-{head}-{seed}"
+    return config
+
+
+def recode(run: Path, codec: str, captures: list[str]) -> Path:
+    """The store of `run` in another codec, or as it is for bf16."""
+    if codec == "bf16":
+        return run / "store"
+    folder = run / "codecs" / codec
+    cfg = configured(run, codec, "mtp", 0, [])
+    source = Store.open(run / "store", captures)
+    documents: list[Document] = read_documents(run / "data")
+    if len(documents) != len(source.entries):
+        sys.exit(f"error: {run / 'data' / FILE} holds {len(documents)} documents, the store {len(source.entries)}")
+    inputs = source.manifest["inputs"] | {"recoded": codec}
+    writer = StoreWriter(folder, hash_json(inputs), *codecs(cfg.store))
+    shards = shard_ranges([len(d.tokens) for d in documents], inputs["store.shard_tokens"])
+    shutil.rmtree(folder, ignore_errors=True)
+    for shard, members in enumerate(shards):
+        states = {c: torch.cat([source.state(i, c) for i in members]) for c in captures}
+        writer.write(shard, [documents[i] for i in members], states)
+        source.release()
+    tags = {c: writer.codec(c).tag for c in captures}
+    kept = {c: {"codec": tag, "fingerprint": part_fingerprint(writer.fingerprint, c, tag)} for c, tag in tags.items()}
+    manifest.finish(folder, inputs, {"captures": kept, "shards": len(shards)})
+    return folder
+
+
+def errors(run: Path, codec: str, captures: list[str]) -> dict[str, Any]:
+    """Of the held-out documents' states: relative error of each capture; the teacher's divergence and changed first choices."""
+    exact, coded = (Store.open(f, captures) for f in (run / "store", recode(run, codec, captures)))
+    context = open_context(configured(run, codec, "mtp", 0, ["train.dtype=float32"]))
+    held_out = exact.indices("held_out")
+    found: dict[str, Any] = {}
+    for capture in captures:
+        true_NH, read_NH = (torch.cat([s.state(i, capture).float() for i in held_out]) for s in (exact, coded))
+        found[capture] = ((read_NH - true_NH).norm(dim=1) / true_NH.norm(dim=1)).mean().item()
+        if capture == "final":
+            every = max(1, len(true_NH) // TEACHER_ROWS)
+            divergence, changed, rows = 0.0, 0, 0
+            for true_RH, read_RH in zip(true_NH[::every].split(256), read_NH[::every].split(256), strict=True):
+                p_RV, q_RV = (context.lm_head.logits(state_RH.to(context.device)).log_softmax(-1) for state_RH in (true_RH, read_RH))
+                divergence += (p_RV.exp() * (p_RV - q_RV)).sum().item()
+                changed += int((p_RV.argmax(-1) != q_RV.argmax(-1)).sum())
+                rows += len(true_RH)
+            found["teacher_kl"], found["first_choice_changed"] = divergence / rows, changed / rows
+    return found
+
+
+def trained(run: Path, codec: str, head: str, seed: int, overrides: list[str], captures: list[str]) -> dict[str, Any]:
+    """Accepted length of a head trained from the codec, on the bf16 store and on its own."""
+    cfg = configured(run, codec, head, seed, overrides)
+    shutil.rmtree(cfg.train_dir, ignore_errors=True)
+    context = open_context(cfg)
+    own = Store.open(recode(run, codec, captures) if codec == "bf16" else run / "codecs" / codec, wanted_captures(cfg, context.spec))
+    exact = Store.open(run / "store", wanted_captures(cfg, context.spec))
+    documents = training_documents(own)
+    draft = initial_head(cfg, context, own, documents)
+
+    def walked(store: Store) -> float:
+        walks, _ = walk_documents(draft, context, store, store.indices("held_out"), [cfg.validate.k], hits_only=True)
+        return measure(walks[cfg.validate.k], cfg.validate.k)["overall"]["mean_accepted_length"]
+
+    trainer = make_trainer(cfg, context, own, documents, draft, lambda _: {"mean_accepted_length": 0.0}, lambda _: None)
+    progress = trainer.run()
+    found = {"accepted_length": walked(exact), "walk_of_its_own_store": walked(own), "rows": progress.supervised}
+    shutil.rmtree(cfg.train_dir)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--codecs", nargs="+", default=["int8", "fp8", "int8+int4"])
+    parser.add_argument("--heads", nargs="+", default=["mtp", "lookup"], choices=list(HEADS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments, overrides = parser.parse_known_args()
+    if bad := [o for o in overrides if "=" not in o]:
+        sys.exit(f"error: {bad[0]} is neither an option nor key=value")
+    run = arguments.run
+    spec = open_context(configured(run, "bf16", "mtp", 0, [])).spec
+    wanted = {h: wanted_captures(configured(run, "bf16", h, 0, overrides), spec) for h in arguments.heads}
+    captures = list(dict.fromkeys(c for names in wanted.values() for c in names))
+    found: dict[str, Any] = {}
+    for codec in dict.fromkeys(["bf16", *arguments.codecs]):
+        cfg = configured(run, codec, "mtp", 0, overrides)
+        row = found[codec] = {"errors": apart(errors, run, codec, captures), "heads": {}}
+        for head in arguments.heads:
+            each = [apart(trained, run, codec, head, seed, overrides, captures) for seed in range(arguments.seeds)]
+            row["heads"][head] = {"bytes_per_token": stored_bytes_per_token(cfg.store, wanted[head], spec), "seeds": each}
+            print(codec, head, [round(r["accepted_length"], 3) for r in each], flush=True)
+    _print(found)
+    save(found, arguments.json)
+
+
+def _print(found: dict[str, Any]) -> None:
+    print(
+        "\n| codec | head | bytes a token | accepted length, each seed | mean | less than bf16 | walk of its own store |"
+        "\n|---|---|---|---|---|---|---|"
+    )
+    for codec, row in found.items():
+        for head, of_head in row["heads"].items():
+            scores, own = ([r[key] for r in of_head["seeds"]] for key in ("accepted_length", "walk_of_its_own_store"))
+            lost = [b["accepted_length"] - s for b, s in zip(found["bf16"]["heads"][head]["seeds"], scores, strict=True)]
+            noise = f" +- {statistics.stdev(lost) / len(lost) ** 0.5:.3f}" if len(lost) > 1 and codec != "bf16" else ""
+            print(
+                f"| {codec} | {head} | {of_head['bytes_per_token']:,} | {' '.join(f'{s:.3f}' for s in scores)} | "
+                f"{statistics.mean(scores):.3f} | {statistics.mean(lost):.3f}{noise} | {statistics.mean(own):.3f} |"
+            )
+    print("\n| codec | error of each capture | teacher's KL | first choices changed |\n|---|---|---|---|")
+    for codec, row in found.items():
+        error = row["errors"]
+        shown = ", ".join(f"{c} {e:.4f}" for c, e in error.items() if c == "final" or c.startswith("after_"))
+        print(f"| {codec} | {shown} | {error['teacher_kl']:.2e} | {error['first_choice_changed']:.2%} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+#!/usr/bin/env python3
+"""Break a stage at many points, run the same command again, and compare its folder with that of a run left alone.
+
+    python tools/fault_test.py [--stage prepare|precompute|train|validate|export] [--fault kill|term|big|full] [--points N]
+                               [--seed S] [--json FILE] [key=value ...]
+
+kill    SIGKILL: half of the points at a random moment, half at a random one of the moments before a file is synced (what was not synced
+        before is cut at a random place first, as a power cut would), between sync and rename, and after the rename
+term    SIGTERM at a random moment: the stage must end within --grace seconds with status 143, or have been through
+big     files may not grow beyond a random size (RLIMIT_FSIZE, EFBIG): status 2 and one line, or through
+full    a small tmpfs that fills up (ENOSPC): status 2 and one line, or through; it is enlarged for the second run. Needs the right to mount
+
+Everything is compared but what differs between two runs left alone (durations; printed). A stage that is started again is given every
+earlier stage's folder as it was. Stages run in forks of this process, which has imported everything before, on the tiny recipe.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import mmap
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import save
+
+from mtptrain import cli
+
+STAGES = ["prepare", "precompute", "train", "validate", "export"]
+FAULTS = ["kill", "term", "big", "full"]
+PEOPLE = ["+recipe=tiny", "name=run", "wandb.mode=disabled"]
+_UNSEEN = {".lock"}
+_SHOWS_DURATIONS = {"report.html"}
+"""Compared by being there."""
+_WITHOUT_ORDER = {"responses.jsonl"}
+"""Rows are written as they are made, and what is left to make is batched anew."""
+_MADE = {"train": ["heads"], "validate": ["heads/mtp/report", "heads/mtp/export"], "export": ["heads/mtp/export"]}
+"""Taken away before a stage, which the job before it has made: train runs to the end."""
+_LONGEST = 300.0
+_TERMINATED = 128 + signal.SIGTERM
+
+
+@dataclass(slots=True)
+class Events:
+    """What a stage told of its files, through memory shared with it: `names` after a run left alone, `count` at any time."""
+
+    shared: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1 << 20))
+
+    @property
+    def count(self) -> int:
+        return int.from_bytes(self.shared[:8], "little")
+
+    def names(self) -> list[str]:
+        return self.shared[16 : 16 + int.from_bytes(self.shared[8:16], "little")].decode().splitlines()
+
+    def clear(self) -> None:
+        self.shared[:16] = bytes(16)
+
+    def happened(self, name: str) -> int:
+        """Note it; its number, from 0."""
+        number, used = self.count, int.from_bytes(self.shared[8:16], "little")
+        line = f"{name}\n".encode()
+        if 16 + used + len(line) < len(self.shared):
+            self.shared[16 + used : 16 + used + len(line)] = line
+            self.shared[8:16] = (used + len(line)).to_bytes(8, "little")
+        self.shared[:8] = (number + 1).to_bytes(8, "little")
+        return number
+
+
+def watch(events: Events, root: Path, at: int | None, chance: random.Random) -> None:
+    """In the stage's process: note every sync and rename under `root`, and die at event number `at`."""
+    sync, replace, durable = os.fsync, os.replace, dict[str, int]()
+
+    def event(moment: str, path: str) -> None:
+        if not path.startswith(str(root)):
+            return
+        if events.happened(f"{moment} {Path(path).name}") == at:
+            if moment == "before sync" and os.path.isfile(path):
+                kept = durable.get(path, 0)
+                os.truncate(path, chance.randint(kept, max(kept, os.path.getsize(path))))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watched_sync(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        event("before sync of folder" if os.path.isdir(path) else "before sync", path)
+        sync(fd)
+        if os.path.isfile(path):
+            durable[path] = os.path.getsize(path)
+
+    def watched_replace(source: Any, target: Any) -> None:
+        event("before rename", str(source))
+        replace(source, target)
+        event("after rename", str(target))
+
+    os.fsync, os.replace = watched_sync, watched_replace  # type: ignore[assignment]
+
+
+@dataclass(slots=True)
+class Ended:
+    status: int
+    """Of the process; -9 for SIGKILL."""
+    said: str
+    seconds: float
+
+
+class Bench:
+    """A run folder that is put back before each point."""
+
+    def __init__(self, folder: Path, overrides: list[str]) -> None:
+        self.folder, self.root = folder, folder / "root"
+        self.overrides = [*PEOPLE, f"root={self.root}", *overrides]
+        self.events = Events()
+        for stage in STAGES:
+            importlib.import_module(f"mtptrain.stages.{stage}")
+            importlib.import_module(f"mtptrain.{stage}")
+
+    def run(self, stage: str, prepare: Callable[[], None] = lambda: None, after: tuple[float, int] | None = None) -> Ended:
+        """The stage in a fork, whose `prepare` is called first; `after`: seconds until it is sent a signal."""
+        self.events.clear()
+        reading, writing = os.pipe()  # not a file, which may not grow with --fault big
+        os.set_blocking(reading, False)
+        began = time.monotonic()
+        child = os.fork()
+        if not child:
+            self._be(stage, prepare, writing)
+        os.close(writing)
+        sent, said = None, b""
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                said += os.read(reading, 1 << 20)
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                break
+            elapsed = time.monotonic() - began
+            if after and sent is None and elapsed >= after[0]:
+                os.kill(child, after[1])
+                sent = time.monotonic()
+            if elapsed > _LONGEST:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.002)
+        ended = time.monotonic()
+        with contextlib.suppress(BlockingIOError):
+            said += os.read(reading, 1 << 20)
+        os.close(reading)
+        code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+        return Ended(code, said.decode(errors="replace"), ended - (began if sent is None else sent))
+
+    def _be(self, stage: str, prepare: Callable[[], None], log: int) -> None:
+        status = 70
+        try:
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.chdir(self.folder)
+            prepare()
+            main = importlib.import_module(f"mtptrain.{stage}").main
+            status = cli.run(main.__wrapped__, stage, self.overrides)
+            sys.stdout.flush()
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+    def watched(self, at: int | None = None, seed: int = 0) -> Callable[[], None]:
+        return lambda: watch(self.events, self.root, at, random.Random(seed))
+
+    def keep(self, name: str) -> Path:
+        kept = self.folder / name
+        shutil.rmtree(kept, ignore_errors=True)
+        if self.root.exists():
+            shutil.copytree(self.root, kept)
+        else:
+            kept.mkdir()
+        return kept
+
+    def put_back(self, kept: Path) -> None:
+        if self.root.exists():
+            for child in self.root.iterdir():
+                shutil.rmtree(child)
+        shutil.copytree(kept, self.root, dirs_exist_ok=True)
+
+
+def leaves(folder: Path) -> dict[str, Any]:
+    """Everything below a folder that can be compared: a JSON value by file and key, the bytes of any other file."""
+    found: dict[str, Any] = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in _UNSEEN):
+        name = str(path.relative_to(folder))
+        found[name] = "there"
+        if path.suffix == ".json":
+            found |= {f"{name}: {key}": value for key, value in _flat(json.loads(path.read_text()))}
+        elif path.suffix == ".jsonl":
+            lines = path.read_text().splitlines()
+            rows = [json.loads(line) for line in (sorted(lines) if path.name in _WITHOUT_ORDER else lines)]
+            found |= {f"{name}: {key}": value for key, value in _flat(rows)}
+        elif path.name not in _SHOWS_DURATIONS:
+            found[f"{name}: content"] = path.read_bytes()
+    return found
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
+        yield f"{prefix}.length", len(value)
+    else:
+        yield prefix, value
+
+
+def different(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {key for key in one.keys() | other.keys() if key not in one or key not in other or one[key] != other[key]}
+
+
+def without_numbers(key: str) -> str:
+    """A key without its rows' numbers: `log.jsonl: 3.seconds` and `log.jsonl: 12.seconds` vary for the same reason."""
+    name, mark, inner = key.partition(": ")
+    return name + mark + ".".join("*" if part.isdigit() else part for part in inner.split("."))
+
+
+@contextlib.contextmanager
+def small_disk(root: Path, size: int) -> Iterator[Callable[[], None]]:
+    """A tmpfs of `size` bytes at `root`; gives what enlarges it. Raises PermissionError where nothing may be mounted."""
+    root.mkdir(parents=True, exist_ok=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(root)], capture_output=True, check=False).returncode:
+        raise PermissionError("mount: not permitted")
+    try:
+        yield lambda: subprocess.run(["mount", "-o", f"remount,size={1 << 30}", str(root)], check=True)  # type: ignore[return-value]
+    finally:
+        subprocess.run(["umount", str(root)], check=True)
+
+
+@dataclass(slots=True)
+class Found:
+    """Of one stage and fault."""
+
+    points: int = 0
+    through: int = 0
+    """Points at which the stage ended well before the fault struck: not counted in `points`."""
+    where: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    slowest_end: float = 0.0
+
+
+class StageTest:
+    """One stage: its folder before it, after it, and what varies from run to run."""
+
+    def __init__(self, bench: Bench, stage: str) -> None:
+        self.bench, self.stage = bench, stage
+        for made in _MADE.get(stage, []):
+            shutil.rmtree(bench.root / "run" / made, ignore_errors=True)
+        self.before = bench.keep("before")
+        whole = self._whole(bench.watched())
+        self.names, self.seconds = bench.events.names(), whole.seconds
+        first = leaves(bench.root)
+        bench.put_back(self.before)
+        self._whole()
+        self.after, self.bytes = leaves(bench.root), _size(bench.root)
+        self.varies = {without_numbers(key) for key in different(first, self.after)}
+
+    def _whole(self, prepare: Callable[[], None] = lambda: None) -> Ended:
+        ended = self.bench.run(self.stage, prepare)
+        if ended.status:
+            sys.exit(f"error: {self.stage} left alone ends with status {ended.status}:\n{ended.said}")
+        return ended
+
+    def points(self, fault: str, count: int, seed: int, grace: float) -> Found:
+        found, chance = Found(), random.Random(f"{self.stage}/{fault}/{seed}")
+        while found.points < count and found.through < 4 * count:
+            self._point(found, fault, chance, grace)
+        return found
+
+    def _point(self, found: Found, fault: str, chance: random.Random, grace: float) -> None:
+        bench, moment = self.bench, chance.uniform(0, self.seconds)
+        if fault == "full":
+            size = int(_size(self.before) + chance.uniform(0.02, 0.98) * (self.bytes - _size(self.before)))
+            with small_disk(bench.root, size) as enlarge:
+                bench.put_back(self.before)
+                ended = bench.run(self.stage)
+                where = "disk full"
+                enlarge()
+                self._judge(found, fault, ended, where, grace)
+            shutil.rmtree(bench.root)
+            return
+        bench.put_back(self.before)
+        if fault == "kill" and found.points % 2 and self.names:
+            at = chance.randrange(len(self.names))
+            ended, where = bench.run(self.stage, bench.watched(at, seed=at)), self.names[at]
+        elif fault == "big":
+            most = int(10 ** chance.uniform(2, 7))
+            ended = bench.run(self.stage, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY)))
+            where = f"files of 10^{len(str(most)) - 1} bytes"
+        else:
+            number = signal.SIGKILL if fault == "kill" else signal.SIGTERM
+            ended = bench.run(self.stage, bench.watched(), (moment, number))
+            where = f"{bench.events.count * 10 // max(1, len(self.names)) * 10:3d} % of the files' events done"
+        self._judge(found, fault, ended, where, grace)
+
+    def _judge(self, found: Found, fault: str, ended: Ended, where: str, grace: float) -> None:
+        """Whether the stage ended as it should, and whether running it again mends everything."""
+        if ended.status == 0:
+            found.through += 1
+        else:
+            found.points += 1
+            found.where[where] += 1
+            wanted = {"kill": -signal.SIGKILL, "term": _TERMINATED}.get(fault, 2)
+            if ended.status != wanted:
+                found.faults.append(f"{where}: status {ended.status} instead of {wanted}:\n{ended.said}")
+            if wanted == 2 and ended.said.count("error: ") != 1:
+                found.faults.append(f"{where}: not one line:\n{ended.said}")
+            if fault == "term":
+                found.slowest_end = max(found.slowest_end, ended.seconds)
+                if ended.seconds > grace:
+                    found.faults.append(f"{where}: {ended.seconds:.1f} s until it ended")
+        again = self.bench.run(self.stage)
+        if again.status:
+            found.faults.append(f"{where}: started again, it ends with status {again.status}:\n{again.said}")
+            return
+        unlike = {key for key in different(leaves(self.bench.root), self.after) if without_numbers(key) not in self.varies}
+        if fault == "term":  # a checkpoint more, in the place of one that is pruned
+            unlike = {key for key in unlike if "/checkpoints/" not in key}
+        if unlike:
+            found.faults.append(f"{where}: {len(unlike)} differences, such as {', '.join(sorted(unlike)[:5])}")
+
+
+def _size(folder: Path) -> int:
+    return sum(p.stat().st_blocks * 512 for p in folder.rglob("*") if p.is_file())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", choices=STAGES, help="all of them without it")
+    parser.add_argument("--fault", choices=FAULTS, default="kill")
+    parser.add_argument("--points", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--grace", type=float, default=10.0)
+    parser.add_argument("--json", type=Path)
+    arguments, overrides = parser.parse_known_args()
+    if bad := [o for o in overrides if "=" not in o]:
+        sys.exit(f"error: {bad[0]} is neither an option nor key=value")
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), overrides)
+        for stage in STAGES:
+            if arguments.stage not in (None, stage):
+                ended = bench.run(stage)
+                if ended.status:
+                    sys.exit(f"error: {stage} ends with status {ended.status}:\n{ended.said}")
+                continue
+            test = StageTest(bench, stage)
+            found = test.points(arguments.fault, arguments.points, arguments.seed, arguments.grace)
+            results[stage] = _tell(stage, arguments.fault, test, found)
+            bench.put_back(test.before)
+            if arguments.stage == stage:
+                break
+            bench.run(stage)
+    save(results, arguments.json)
+    return 1 if any(r["faults"] for r in results.values()) else 0
+
+
+def _tell(stage: str, fault: str, test: StageTest, found: Found) -> dict[str, Any]:
+    print(f"{stage}: {found.points} points of {fault}, {len(found.faults)} faults; {found.through} times it was through before")
+    for where, count in sorted(found.where.items(), key=lambda item: (-item[1], item[0])):
+        print(f"  {count:4d}  {where}")
+    if fault == "term":
+        print(f"  ended {found.slowest_end:.1f} s after the signal at the latest")
+    print(f"  not compared: {', '.join(sorted(test.varies)) or 'nothing'}")
+    for line in found.faults:
+        print(f"  FAULT {line}")
+    sys.stdout.flush()
+    return {
+        "points": found.points,
+        "through": found.through,
+        "where": dict(found.where),
+        "faults": found.faults,
+        "varies": sorted(test.varies),
+        "slowest_end_seconds": found.slowest_end,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
