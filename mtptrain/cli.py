@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hydra
+import yaml
 from hydra import initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
@@ -153,6 +154,7 @@ def compose(overrides: Sequence[str] = (), *, multirun: bool = False, user_dir: 
     """
     _register()
     overrides = _plain_recipe(overrides)
+    _check_files(user_dir)
     try:
         with initialize_config_dir(str(config_dir("conf")), version_base=_VERSION_BASE):
             runs = _jobs_of_sweep(overrides) if multirun else [list(overrides)]
@@ -164,6 +166,18 @@ def compose(overrides: Sequence[str] = (), *, multirun: bool = False, user_dir: 
         return configs
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, overrides)) from error
+
+
+def _check_files(user_dir: str | None) -> None:
+    """Refuse a file of --config-dir that is no YAML: Hydra would end in a trace."""
+    for file in sorted(Path(user_dir).rglob("*.yaml")) if user_dir else ():
+        try:
+            OmegaConf.load(file)
+        except yaml.MarkedYAMLError as e:
+            line = f":{e.problem_mark.line + 1}" if e.problem_mark else ""
+            raise UserError(f"{file}{line}: not valid YAML ({e.problem or e.context})") from e
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
+            raise UserError(f"{file}: not valid YAML ({' '.join(str(e).split())})") from e
 
 
 def _search_path(overrides: Sequence[str], user_dir: str | None) -> list[str]:
@@ -273,6 +287,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--config-dir {args.config_dir}: no such folder; it should hold recipe/NAME.yaml")
     if args.multirun and (args.cfg or args.info or args.run):
         raise UserError("-m runs a sweep and goes with none of --cfg, --info and --run; print one run's config without -m")
+    _check_files(args.config_dir)
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
     if (multirun or args.cfg) and args.config_name is None and args.config_path is None:
         compose(args.overrides, multirun=multirun, user_dir=args.config_dir)

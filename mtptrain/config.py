@@ -233,6 +233,8 @@ class DataConfig:
     """Documents with fewer supervised tokens are rejected."""
     max_rejects: float = 0.05
     """Share of rejected records above which the job stops before spending anything."""
+    audit_documents: int = 16
+    """Documents whose responses the target scores itself, to see whether they are its own (transformers' backends only); 0: none."""
 
     def __post_init__(self) -> None:
         if self.source is DataSource.files:
@@ -246,6 +248,7 @@ class DataConfig:
         _require(
             self.min_supervised >= 2, "data.min_supervised", self.min_supervised, "must be at least 2: a draft needs two tokens of one span"
         )
+        _require(self.audit_documents >= 0, "data.audit_documents", self.audit_documents, "must be >= 0 (0: no audit)")
         _require(0 <= self.max_rejects <= 1, "data.max_rejects", self.max_rejects, "must be in [0, 1]")
 
 
@@ -276,7 +279,7 @@ class PrecomputeConfig:
 class StoreConfig:
     """The hidden-state store on disk."""
 
-    codec: Codec = Codec.bf16
+    codec: Codec = Codec.int8
     """Of `final`, which the teacher is made of (mtptrain/store/README.md)."""
     aux_codec: Codec | None = None
     """Of every other capture; None: the same."""

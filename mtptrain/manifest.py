@@ -18,10 +18,14 @@ from mtptrain.errors import StaleError, UserError
 from mtptrain.files import hash_json, read_json, write_json
 
 MANIFEST = "manifest.json"
-_STARTED = "started.json"
+STARTED = "started.json"
 _LOCK = ".lock"
 _held: dict[Path, FileLock] = {}
 """Of the stages this process is at; the system frees them when it ends, however it does."""
+
+
+DERIVED = "derived"
+"""The key of inputs that says how a folder was made from others (mtptrain/store/derive.py)."""
 
 
 def changed_inputs(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -48,12 +52,12 @@ def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool
     A folder made (or begun) from other inputs raises StaleError naming what changed; with `on_stale=redo` it is
     deleted instead.
     """
-    manifest, started = folder / MANIFEST, folder / _STARTED
+    manifest, started = folder / MANIFEST, folder / STARTED
     found = manifest if manifest.exists() else started
     if not found.exists():
         return False
     try:
-        differences = changed_inputs(_inputs_of(found), inputs)
+        differences = changed_inputs(*_comparable(_inputs_of(found), inputs))
     except UserError:
         if on_stale is not OnStale.redo:
             raise
@@ -69,6 +73,13 @@ def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool
     raise StaleError(
         f"{folder} was made from other inputs ({shown}); use on_stale=redo to redo it, or another name= (of a head: head.label=)"
     )
+
+
+def _comparable(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What both must agree in: of a folder made from others, what all of those agreed in."""
+    if DERIVED not in old:
+        return old, new
+    return {k: v for k, v in old.items() if k != DERIVED}, {k: v for k, v in new.items() if k in old}
 
 
 def _inputs_of(found: Path) -> dict[str, Any]:
@@ -98,7 +109,7 @@ def begin(folder: Path, inputs: dict[str, Any]) -> None:
     Until `finish` no other process may begin it: UserError there.
     """
     _hold(folder)
-    _write(folder / _STARTED, {"inputs": inputs, "mtptrain": __version__})
+    _write(folder / STARTED, {"inputs": inputs, "mtptrain": __version__})
 
 
 def finish(folder: Path, inputs: dict[str, Any], results: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from mtptrain.stages import precompute, prepare
 
 SMALL = [
     "+recipe=smollm2",
+    "head=mtp",
     "name=bench",
     "data.limit=64",
     "data.self_prompts.count=8",

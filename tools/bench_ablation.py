@@ -39,9 +39,9 @@ def variant_config(base: Path, name: str, overrides: list[str]) -> Config:
         "validate": {"measure": ["walk"], "min_accepted_length": 0},
         "wandb": {"mode": "disabled"},
     }
-    merged = OmegaConf.merge(
-        OmegaConf.structured(Config), OmegaConf.load(base / "store" / "config.yaml"), changes, OmegaConf.from_dotlist(overrides)
-    )
+    of_run = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(base / "store" / "config.yaml"))
+    of_run.head = OmegaConf.structured(Config).head
+    merged = OmegaConf.merge(of_run, changes, OmegaConf.from_dotlist(overrides))
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
     config.root, config.name = str(base.parent), base.name

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAD = "runs/smollm2/heads/mtp"
+HEAD = "runs/smollm2/heads/lookup"
 
 
 def run_demo(folder: Path) -> dict[str, object]:

@@ -32,7 +32,7 @@ def run_job(job: str, overrides: list[str], log: Path) -> dict[str, Any]:
     began, peak = time.monotonic(), 0
     with open(log, "w") as out:
         process = psutil.Popen(
-            [sys.executable, "-m", f"mtptrain.{job}", "+recipe=smollm2", *overrides], stdout=out, stderr=subprocess.STDOUT
+            [sys.executable, "-m", f"mtptrain.{job}", "+recipe=smollm2", "head=mtp", *overrides], stdout=out, stderr=subprocess.STDOUT
         )
         while process.poll() is None:
             peak = max(peak, _resident(process))

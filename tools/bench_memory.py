@@ -70,7 +70,7 @@ def step(sizes: dict[str, int], overrides: list[str]) -> dict[str, Any]:
             f"train.loss.chunk_rows={_CHUNK}",
         ]
         own += [f"target.shape.{key}={value}" for key, value in shape.items()]
-        cfg = compose(["+recipe=tiny", *own, *overrides])[0]
+        cfg = compose(["+recipe=tiny", "head=mtp", *own, *overrides])[0]
         _random_store(cfg.store_dir, sizes)
         base = peak_bytes()
         context = open_context(cfg)

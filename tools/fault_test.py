@@ -40,13 +40,28 @@ from mtptrain import cli
 
 STAGES = ["prepare", "precompute", "train", "validate", "export"]
 FAULTS = ["kill", "term", "big", "full"]
-PEOPLE = ["+recipe=tiny", "name=run", "wandb.mode=disabled"]
+TINY = [
+    "+recipe=tiny",
+    "name=run",
+    "wandb.mode=disabled",
+    "data.limit=12",
+    "data.held_out_max=3",
+    "data.responses.max_new_tokens=12",
+    "data.self_prompts.count=1",
+    "store.shard_tokens=512",
+    "train.max_updates=8",
+    "train.log_every=2",
+    "train.eval_every=4",
+    "train.checkpoint_every=2",
+    "validate.documents=3",
+    "validate.reference_documents=1",
+]
 _UNSEEN = {".lock"}
 _SHOWS_DURATIONS = {"report.html"}
 """Compared by being there."""
 _WITHOUT_ORDER = {"responses.jsonl"}
 """Rows are written as they are made, and what is left to make is batched anew."""
-_MADE = {"train": ["heads"], "validate": ["heads/mtp/report", "heads/mtp/export"], "export": ["heads/mtp/export"]}
+_MADE = {"train": ["heads"], "validate": ["heads/lookup/report", "heads/lookup/export"], "export": ["heads/lookup/export"]}
 """Taken away before a stage, which the job before it has made: train runs to the end."""
 _LONGEST = 300.0
 _TERMINATED = 128 + signal.SIGTERM
@@ -120,7 +135,7 @@ class Bench:
 
     def __init__(self, folder: Path, overrides: list[str]) -> None:
         self.folder, self.root = folder, folder / "root"
-        self.overrides = [*PEOPLE, f"root={self.root}", *overrides]
+        self.overrides = [*TINY, f"root={self.root}", *overrides]
         self.events = Events()
         for stage in STAGES:
             importlib.import_module(f"mtptrain.stages.{stage}")

@@ -52,14 +52,22 @@ def _count(documents: Sequence[Document], stop_ids: Collection[int]) -> dict[str
         "supervised_tokens": supervised,
         "responses": len(spans),
         "mean_response_length": supervised / len(spans) if spans else None,
+        "document_lengths": _histogram([len(d.tokens) for d in documents]),
+        "response_lengths": _histogram([end - start for _, start, end in spans]),
         "hit_limit_share": at_limit / len(spans) if spans else None,
     }
+
+
+def _histogram(lengths: Sequence[int]) -> dict[str, int]:
+    """How many lengths lie in [2^k, 2^(k+1)), by its lower end."""
+    counts = Counter(n.bit_length() - 1 for n in lengths)
+    return {str(2**k): counts[k] for k in range(min(counts), max(counts) + 1)} if counts else {}
 
 
 def print_summary(console: Console, folder: Path, results: Mapping[str, Any]) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for name in ("documents", "tokens", "supervised", "mean response", "hit limit"):
+    for name in ("documents", "tokens", "supervised", "share", "mean response", "hit limit"):
         table.add_column(name, justify="right")
     for split, counts in results["splits"].items():
         table.add_row(split, *_cells(counts))
@@ -67,6 +75,10 @@ def print_summary(console: Console, folder: Path, results: Mapping[str, Any]) ->
         for split, counts in splits.items():
             table.add_row(f"  {source} ({split})".replace("[", r"\["), *_cells(counts))
     console.print(table)
+    for what in ("document", "response"):
+        told = ", ".join(f"{n:,} from {low}" for low, n in results["all"][f"{what}_lengths"].items() if n)
+        console.print(f"prepare: {what}s by length in tokens: {told}", markup=False, highlight=False, soft_wrap=True)
+    _print_audit(console, results["audit"])
     for key, words in (("rejects", "rejected"), ("dropped", "dropped"), ("unanswered_turns", "turns left unanswered")):
         if results[key]:
             told = ", ".join(f"{n} {reason}" for reason, n in results[key].items())
@@ -78,12 +90,25 @@ def print_summary(console: Console, folder: Path, results: Mapping[str, Any]) ->
     )
 
 
+def _print_audit(console: Console, audit: Mapping[str, Any] | None) -> None:
+    if audit is None:
+        told = "responses were not scored (data.audit_documents=0, or an engine runs the target)"
+    else:
+        share, excess, error = audit["first_choice_share"], audit["excess_nats"], audit["excess_standard_error"]
+        told = (
+            f"{audit['tokens']:,} response tokens of {audit['documents']} documents scored by the target: {share:.1%} are its first "
+            f"choice, {excess:+.2f} +- {error:.2f} nats against its own samples"
+        )
+    console.print(f"prepare: {told}", markup=False, highlight=False, soft_wrap=True)
+
+
 def _cells(counts: Mapping[str, Any]) -> list[str]:
     mean, share = counts["mean_response_length"], counts["hit_limit_share"]
     return [
         f"{counts['documents']:,}",
         f"{counts['tokens']:,}",
         f"{counts['supervised_tokens']:,}",
+        f"{counts['supervised_tokens'] / counts['tokens']:.0%}" if counts["tokens"] else "-",
         "-" if mean is None else f"{mean:.1f}",
         "-" if share is None else f"{share:.1%}",
     ]

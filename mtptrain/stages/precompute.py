@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from mtptrain import manifest
 from mtptrain.config import Codec, Config, PrecomputeBackend, StoreConfig
 from mtptrain.config_io import config_yaml
-from mtptrain.data.documents import FILE, Document, check_documents, read_documents
+from mtptrain.data.documents import FILE, HELD_OUT, Document, check_documents, read_documents
 from mtptrain.data.packing import pack
 from mtptrain.engines.process import Engine, engine_inputs, require_engine
 from mtptrain.engines.vllm import capture_states, llm_arguments
@@ -36,7 +36,7 @@ from mtptrain.stages.context import wanted_captures
 from mtptrain.stages.parity import check_engine, check_packed
 from mtptrain.store.codec_bytes import GROUP
 from mtptrain.store.codecs import CODECS, StateCodec
-from mtptrain.store.format import TOKENS, VERSION, Rejected, part_fingerprint, read_sidecar, shard_ranges
+from mtptrain.store.format import TOKENS, VERSION, Rejected, part_fingerprint, read_sidecar, shards_of
 from mtptrain.store.writer import StoreWriter
 from mtptrain.target.ends import weights_hash
 from mtptrain.target.model import capture_packed, load_model, pick_device, pick_dtype, set_threads
@@ -83,8 +83,10 @@ def run(cfg: Config) -> None:
     documents = read_documents(cfg.data_dir)
     if not documents:
         raise UserError(f"{cfg.data_dir / FILE} holds no documents; prepare again with more data")
+    if complete:
+        inputs = manifest.require(cfg.store_dir, "", "")["inputs"]
     writer = StoreWriter(cfg.store_dir, hash_json(inputs), *codecs(cfg.store))
-    shards = shard_ranges([len(d.tokens) for d in documents], cfg.store.shard_tokens)
+    shards = shards_of(inputs, documents, cfg.store.shard_tokens)
     work = plan_work(writer, documents, shards, wanted)
     if complete and not work and captures == wanted:
         print(f"precompute: {cfg.store_dir} is complete", flush=True)
@@ -285,7 +287,10 @@ def _check_codecs(cfg: Config, spec: TargetSpec) -> None:
 
 def _check_disk(cfg: Config, work: list[Work], spec: TargetSpec) -> None:
     """Refuse to begin what the disk cannot hold."""
-    needed = sum(w.tokens * stored_bytes_per_token(cfg.store, w.captures, spec) for w in work)
+    exact = StoreConfig(codec=Codec.bf16)
+    needed = sum(
+        w.tokens * stored_bytes_per_token(exact if w.documents[0].split == HELD_OUT else cfg.store, w.captures, spec) for w in work
+    )
     free = shutil.disk_usage(cfg.store_dir if cfg.store_dir.exists() else cfg.run_dir).free
     if needed > free:
         raise UserError(

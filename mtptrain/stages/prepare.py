@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from mtptrain import manifest
-from mtptrain.config import Config, DataSource, ResponseBackend, ResponseMode
+from mtptrain.config import Config, DataSource, PrecomputeBackend, ResponseBackend, ResponseMode
 from mtptrain.config_io import config_yaml
 from mtptrain.data.answering import FILE as RESPONSES
 from mtptrain.data.answering import AnswerFile, answer_dialogues
@@ -39,6 +39,7 @@ from mtptrain.engines.process import require_engine
 from mtptrain.engines.vllm import VllmGenerator, llm_arguments
 from mtptrain.errors import UserError
 from mtptrain.files import append_jsonl, hash_file, hash_json, read_jsonl_durable, write_text
+from mtptrain.stages.audit import sample, score, warning
 from mtptrain.target.ends import weights_hash
 from mtptrain.target.model import load_model, pick_device, pick_dtype, set_threads
 from mtptrain.target.resolve import resolve_target
@@ -48,7 +49,7 @@ from mtptrain.target.tokenizer import load_tokenizer, stop_token_ids, tokenizer_
 REJECTS = "rejects.jsonl"
 SELF_TURNS = "self_turns.jsonl"
 SAMPLES = 20
-_FREE_KEYS = ("train", "held_out", "max_rejects", "responses.batch_size", "responses.backend")
+_FREE_KEYS = ("train", "held_out", "max_rejects", "audit_documents", "responses.batch_size", "responses.backend")
 """data.* options that don't decide what the documents are, or are replaced by content hashes."""
 
 
@@ -83,6 +84,12 @@ class Target:
         """User turns, by data.self_prompts."""
         o = self.cfg.data.self_prompts
         return self._generate(requests, o.max_new_tokens, o.temperature, o.top_p)
+
+    def audit(self, documents: Sequence[Document]) -> dict[str, Any] | None:
+        """Whether a sample of the responses is the target's own; None where transformers does not run it, or there is nothing to score."""
+        local = self.cfg.data.responses.backend is ResponseBackend.hf and self.cfg.precompute.backend is PrecomputeBackend.hf
+        chosen = sample(documents, self.cfg.data.audit_documents)
+        return score(self._loaded(), read_spec(self.folder), chosen) if local and chosen else None
 
     def _generate(self, requests: Sequence[Request], max_new_tokens: int, temperature: float, top_p: float) -> Iterable[list[Completed]]:
         if self.cfg.data.responses.backend is ResponseBackend.vllm:
@@ -156,10 +163,11 @@ def run(cfg: Config, for_training: bool = False) -> None:
     _stop_if_too_many(cfg, rejects, found.rows)
     manifest.begin(cfg.data_dir, inputs)
     write_text(cfg.data_dir / "config.yaml", config_yaml(cfg))
-    if not keep:
-        with Target(cfg, folder, sorted(template.stop_ids)) as target:
+    with Target(cfg, folder, sorted(template.stop_ids)) as target:
+        if not keep:
             _generate(cfg, found, work, template, target)
-    _finish(cfg, console, inputs, found, work, template)
+        audit = target.audit(work.documents)
+    _finish(cfg, console, inputs, found, work, template, audit)
 
 
 def stage_inputs(cfg: Config, folder: Path, stop_ids: list[int]) -> dict[str, Any]:
@@ -311,7 +319,15 @@ def _write_rejects(folder: Path, rejects: Sequence[Reject]) -> None:
     write_text(folder / REJECTS, "".join(json.dumps(asdict(r)) + "\n" for r in rejects))
 
 
-def _finish(cfg: Config, console: Console, inputs: dict[str, Any], found: Gathered, work: Work, template: ChatTemplate) -> None:
+def _finish(
+    cfg: Config,
+    console: Console,
+    inputs: dict[str, Any],
+    found: Gathered,
+    work: Work,
+    template: ChatTemplate,
+    audit: dict[str, Any] | None,
+) -> None:
     documents = sorted(work.documents, key=lambda d: d.split == HELD_OUT)
     rejects = [*found.rejects, *work.rejects]
     _write_rejects(cfg.data_dir, rejects)
@@ -325,8 +341,11 @@ def _finish(cfg: Config, console: Console, inputs: dict[str, Any], found: Gather
     )
     console.print(coloured(documents[0], template), soft_wrap=True)
     results = summarise(documents, template.stop_ids, rejects, found.dropped, work.cut, _unanswered(work.dialogues), found.rows)
+    results["audit"] = audit
     manifest.finish(cfg.data_dir, inputs, results | {DOCUMENTS: hash_file(cfg.data_dir / DOCUMENTS)})
     print_summary(console, cfg.data_dir, results)
+    if audit and (told := warning(audit)):
+        console.print(f"prepare: {told}", style="bold red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _unanswered(dialogues: Sequence[Dialogue]) -> Counter[str]:

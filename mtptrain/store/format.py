@@ -7,20 +7,23 @@ shard without one was not finished.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from mtptrain.data.documents import Document
 from mtptrain.errors import UserError
 from mtptrain.files import hash_file, hash_json, write_json
+from mtptrain.manifest import DERIVED
 from mtptrain.store.codecs import codec_of
 
-VERSION = 1
+VERSION = 2
 TOKENS = "tokens"
 FINAL = "final"
 METADATA_KEY = "mtptrain"
-_TOKEN_DTYPES = {"tokens": "I32", "mask": "U8"}
+_TOKEN_LAYOUT = {"tokens": ("I32", 1), "mask": ("U8", 1)}
 
 
 class StoreDamage(UserError):
@@ -108,21 +111,28 @@ def header_identity(fingerprint: str, shard: int) -> str:
     return f"{fingerprint}/{shard}"
 
 
-def shard_ranges(lengths: Sequence[int], shard_tokens: int) -> list[range]:
-    """Documents of each shard, in order. A shard closes before the document that would take it past `shard_tokens`; a longer document
-    is a shard of its own.
-
-    >>> shard_ranges([4, 4, 3, 20, 1], shard_tokens=8)
-    [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]
+def shard_ranges(documents: Sequence[Document], shard_tokens: int) -> list[range]:
+    """Documents of each shard, in order. A shard closes before the document that would take it past `shard_tokens`, and before one of
+    another split; a longer document is a shard of its own.
     """
     ranges: list[range] = []
     first = held = 0
-    for index, length in enumerate(lengths):
-        if index > first and held + length > shard_tokens:
+    for index, document in enumerate(documents):
+        length = len(document.tokens)
+        if index > first and (held + length > shard_tokens or document.split != documents[first].split):
             ranges.append(range(first, index))
             first, held = index, 0
         held += length
-    return [*ranges, range(first, len(lengths))] if lengths else ranges
+    return [*ranges, range(first, len(documents))] if documents else ranges
+
+
+def shards_of(inputs: dict[str, Any], documents: Sequence[Document], shard_tokens: int) -> list[range]:
+    """`shard_ranges`, or of a store that was made from others (derive.py) the shards it has."""
+    derived = inputs.get(DERIVED)
+    if derived is None:
+        return shard_ranges(documents, shard_tokens)
+    ends = list(accumulate(derived["shards"]))
+    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def write_sidecar(folder: Path, sidecar: Sidecar) -> None:
@@ -160,22 +170,22 @@ def check_part(folder: Path, sidecar: Sidecar, part: str) -> None:
     if record is None or not path.exists():
         raise StoreDamage(f"{path} is missing")
     codec = None if part == TOKENS else codec_of(record.codec or {}, path)
-    expected, shared = (_TOKEN_DTYPES, ()) if codec is None else (codec.dtypes, codec.shared)
+    expected, shared = (_TOKEN_LAYOUT, ()) if codec is None else (codec.layout, codec.shared)
     if (size := path.stat().st_size) != record.bytes:
         raise StoreDamage(f"{path} is cut short or altered ({size} bytes instead of {record.bytes})")
     try:
         with safe_open(path, "pt") as f:
             identity = (f.metadata() or {}).get(METADATA_KEY)
             found = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118
-            dtypes = {name: tensor.get_dtype() for name, tensor in found.items()}
-            rows = {tensor.get_shape()[0] for name, tensor in found.items() if name not in shared}
+            layout = {name: (tensor.get_dtype(), len(tensor.get_shape())) for name, tensor in found.items()}
+            rows = {tuple(tensor.get_shape()[:1]) for name, tensor in found.items() if name not in shared}
     except SafetensorError as e:
         raise StoreDamage(f"{path} has a damaged header ({e})") from e
     if identity != header_identity(record.fingerprint, sidecar.shard):
         raise StoreDamage(f"{path} belongs to another shard or store")
-    if dtypes != expected:
-        raise StoreDamage(f"{path} holds {dtypes} instead of {dict(expected)}")
-    if rows != {sidecar.tokens}:
+    if layout != expected:
+        raise StoreDamage(f"{path} holds {layout} (dtype and dimensions of each tensor) instead of {dict(expected)}")
+    if rows != {(sidecar.tokens,)}:
         raise StoreDamage(f"{path} holds {sorted(rows)} rows instead of {sidecar.tokens}")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mtptrain import manifest
 from mtptrain.errors import UserError
 from mtptrain.files import hash_json
-from mtptrain.store.codecs import codec_of
+from mtptrain.store.codecs import BF16, codec_of
 from mtptrain.store.format import TOKENS, Entry, Sidecar, StoreDamage, check_content, check_part, part_path, read_sidecar
 from mtptrain.store.mapped import MappedFile
 
@@ -27,8 +27,8 @@ class Store:
         self.folder = folder
         self.manifest = manifest
         self.entries: list[Entry] = [entry for sidecar in sidecars for entry in sidecar.entries()]
-        self._codecs = {c: codec_of(found["codec"], folder) for c, found in manifest["results"]["captures"].items()}
-        self._sidecars = sidecars
+        self._codecs = {(s.shard, c): codec_of(f.codec, folder) for s in sidecars for c, f in s.files.items() if f.codec is not None}
+        self.sidecars = sidecars
         self._sound: set[tuple[int, str]] = set()
         self._mapped: OrderedDict[tuple[int, str], MappedFile] = OrderedDict()
         self._read: set[tuple[int, str]] = set()
@@ -46,7 +46,7 @@ class Store:
         for sidecar in sidecars:
             for part in [TOKENS, *captures]:
                 check_part(folder, sidecar, part)
-                if part != TOKENS and (tag := sidecar.files[part].codec) != (said := stored[part]["codec"]):
+                if part != TOKENS and (tag := sidecar.files[part].codec) != (said := stored[part]["codec"]) and tag != BF16.tag:
                     raise StoreDamage(f"{part_path(folder, sidecar.shard, part)} is stored as {tag}, the manifest says {said}")
         return cls(folder, found, sidecars)
 
@@ -65,10 +65,10 @@ class Store:
         return self._part(entry.shard, TOKENS)["mask"][entry.start : entry.start + entry.length].bool()
 
     def state(self, i: int, capture: str) -> Tensor:
-        """Hidden states of document `i` at `capture`, bf16 [T, H]: with codec bf16 a view of the mapped file, not to be written to."""
+        """Hidden states of document `i` at `capture`, bf16 [T, H]; where they are stored so, a view of the file, not to be written to."""
         entry = self.entries[i]
         tensors = self._part(entry.shard, capture)
-        return self._codecs[capture].decode(tensors, entry.start, entry.start + entry.length)
+        return self._codecs[entry.shard, capture].decode(tensors, entry.start, entry.start + entry.length)
 
     def release(self) -> None:
         """Hand back the pages read since the last call, so that a pass over the store does not end with all of it in the process."""
@@ -83,9 +83,11 @@ class Store:
             self._mapped.move_to_end(key)
             return self._mapped[key].tensors
         if key not in self._sound:
-            check_content(self.folder, self._sidecars[shard], part)
+            check_content(self.folder, self.sidecars[shard], part)
             self._sound.add(key)
-        self._mapped[key] = MappedFile(part_path(self.folder, shard, part))
+        self._mapped[key] = mapped = MappedFile(part_path(self.folder, shard, part))
+        if part != TOKENS:
+            self._codecs[key].check(mapped.tensors, part_path(self.folder, shard, part))
         if len(self._mapped) > _MAPPED_FILES:
             self._mapped.popitem(last=False)
         return self._mapped[key].tensors

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from mtptrain.data.documents import Document
+from mtptrain.data.documents import HELD_OUT, TRAIN, Document
 from mtptrain.errors import UserError
 from mtptrain.files import hash_bytes, write_atomic
-from mtptrain.store.codecs import StateCodec
+from mtptrain.store.codecs import BF16, StateCodec
 from mtptrain.store.format import (
     FINAL,
     METADATA_KEY,
@@ -34,7 +34,8 @@ from mtptrain.store.format import (
 class StoreWriter:
     """`fingerprint` stands for everything that determined the store (its inputs); it is in every file.
 
-    `codec` is of `final`, which the teacher is made of; `aux_codec` of every other capture.
+    `codec` is of `final`, which the teacher is made of; `aux_codec` of every other capture. A shard of held-out documents has its states
+    as they are, in bf16: what heads are chosen and measured by is what the target gives.
     """
 
     def __init__(self, folder: Path, fingerprint: str, codec: StateCodec, aux_codec: StateCodec | None = None) -> None:
@@ -43,7 +44,9 @@ class StoreWriter:
         self._codec = codec
         self._aux_codec = aux_codec or codec
 
-    def codec(self, capture: str) -> StateCodec:
+    def codec(self, capture: str, split: str = TRAIN) -> StateCodec:
+        if split == HELD_OUT:
+            return BF16
         return self._codec if capture == FINAL else self._aux_codec
 
     def missing(self, shard: int, captures: Sequence[str]) -> tuple[list[str], str | None]:
@@ -65,8 +68,9 @@ class StoreWriter:
         return missing, damage
 
     def write(self, shard: int, documents: Sequence[Document], states: dict[str, Tensor], rejected: Sequence[Rejected] = ()) -> None:
-        """Add the captures of `states` (bf16 [N, H], N = all tokens of `documents` in order) to a shard; its tokens too where they are
-        not there. Files of other captures stay untouched. Raises UserError when the disk refuses, ValueError on a state that is not finite.
+        """Add the captures of `states` (bf16 [N, H], N = all tokens of `documents`, of one split, in order) to a shard; its tokens too
+        where they are not there. Files of other captures stay untouched. Raises UserError when the disk refuses, ValueError on a state
+        that is not finite.
         """
         try:
             sidecar = read_sidecar(self.folder, shard, self.fingerprint)
@@ -75,27 +79,31 @@ class StoreWriter:
         try:
             check_part(self.folder, sidecar, TOKENS)
         except StoreDamage:
-            sidecar.files[TOKENS] = self._write_part(shard, TOKENS, _token_tensors(documents))
+            sidecar.files[TOKENS] = write_part(self.folder, self.fingerprint, shard, TOKENS, None, _token_tensors(documents))
         for capture, state_NH in states.items():
             if state_NH.shape[0] != sidecar.tokens:
                 raise ValueError(f"capture {capture} of shard {shard} has {state_NH.shape[0]} rows for {sidecar.tokens} tokens")
             if not torch.isfinite(state_NH).all():
                 raise ValueError(f"capture {capture} of shard {shard} holds NaN or Inf")
-            sidecar.files[capture] = self._write_part(shard, capture, self.codec(capture).encode(state_NH))
+            codec = self.codec(capture, documents[0].split)
+            sidecar.files[capture] = write_part(self.folder, self.fingerprint, shard, capture, codec.tag, codec.encode(state_NH))
         sidecar.rejected = [r for r in sidecar.rejected if r.capture not in states] + list(rejected)
         write_sidecar(self.folder, sidecar)
 
-    def _write_part(self, shard: int, part: str, tensors: dict[str, Tensor]) -> PartFile:
-        codec = None if part == TOKENS else self.codec(part).tag
-        fingerprint = part_fingerprint(self.fingerprint, part, codec)
-        payload = save(tensors, metadata={METADATA_KEY: header_identity(fingerprint, shard)})
-        path = part_path(self.folder, shard, part)
-        try:
-            write_atomic(path, lambda tmp: _write_bytes(tmp, payload))
-            corrupt_path(path).unlink(missing_ok=True)
-        except OSError as e:
-            raise UserError(f"cannot write {path}: {e.strerror}; mend that and run precompute again, finished shards are kept") from e
-        return PartFile(bytes=len(payload), hash=hash_bytes(payload), fingerprint=fingerprint, codec=codec)
+
+def write_part(
+    folder: Path, fingerprint: str, shard: int, part: str, codec: dict[str, str | int] | None, tensors: dict[str, Tensor]
+) -> PartFile:
+    """A part's file, in the store whose inputs' fingerprint is given, and what its sidecar says of it. UserError when the disk refuses."""
+    fingerprint = part_fingerprint(fingerprint, part, codec)
+    payload = save(tensors, metadata={METADATA_KEY: header_identity(fingerprint, shard)})
+    path = part_path(folder, shard, part)
+    try:
+        write_atomic(path, lambda tmp: _write_bytes(tmp, payload))
+        corrupt_path(path).unlink(missing_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror}; mend that and run the same command again, finished shards are kept") from e
+    return PartFile(bytes=len(payload), hash=hash_bytes(payload), fingerprint=fingerprint, codec=codec)
 
 
 def _write_bytes(path: Path, payload: bytes) -> None:

@@ -116,16 +116,20 @@ def convert(gguf: Path, folder: Path, source: dict[str, str]) -> None:
     from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
 
     print(f"target: dequantising {gguf.name} to {folder} (once, about half a minute for a 135M model)", flush=True)
-    with _parsed_once():
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
-            local_files_only=True,
-        )
-    # AutoTokenizer would parse the whole file again for the config, only to choose this class.
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    try:
+        with _parsed_once():
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent,
+                gguf_file=gguf.name,
+                dtype=torch.bfloat16,
+                quantization_config=GgufConfig(dequantize=True),
+                local_files_only=True,
+            )
+        # AutoTokenizer would parse the whole file again for the config, only to choose this class.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except Exception as e:  # damaged bytes make the reader raise anything
+        said = " ".join(str(e).split())[:200] or type(e).__name__
+        raise UserError(f"target.path: {gguf} is damaged or of a kind that transformers does not read ({said}); fetch it again") from e
     provenance = {
         **source,
         "gguf": gguf.name,

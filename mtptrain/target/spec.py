@@ -5,6 +5,7 @@ norms, scales or rotations without a sign of it.
 """
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,15 +104,70 @@ FAMILIES = {
     "deepseek_v2": Family(mla=True, odd_layer=_LATENT),
     "deepseek_v3": Family(mla=True, odd_layer=_LATENT),
 }
+_COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_MOST_LAYERS = 10_000
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 def spec_from_config(config: dict[str, Any]) -> TargetSpec:
-    """Facts of a target from the parsed config.json, old or new schema. UserError for a model type not in `FAMILIES`."""
+    """Facts of a target from the parsed config.json, old or new schema. UserError for a model type not in `FAMILIES`, and for values
+    that no target has.
+    """
     family = _family(config)
     if missing := [key for key in _REQUIRED if key not in config]:
         raise UserError(f"config.json of this {config['model_type']} target lacks {', '.join(missing)}; take a complete folder")
+    for key in _REQUIRED:  # before transformers makes lists of that length
+        if not _is_count(config[key]) or (key == "num_hidden_layers" and config[key] > _MOST_LAYERS):
+            raise UserError(f"config.json: {key} is {config[key]!r:.60}, not a positive whole number that a target has; fetch it again")
     full = full_config(config)
+    try:
+        spec = _facts(config, full, family)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as e:
+        raise UserError(f"config.json of this {config['model_type']} target holds a value of another kind ({e}); fetch it again") from e
+    _check(spec)
+    return spec
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+
+
+def _check(spec: TargetSpec) -> None:
+    for key in _COUNTS:
+        value = getattr(spec, key)
+        if not _is_count(value):
+            raise UserError(f"config.json: {key} is {value!r:.60}, not a positive whole number; fetch the target again")
+    for key in ("rms_norm_eps", "embed_scale", "logit_scale", "residual_scale"):
+        value = getattr(spec, key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value == 0:
+            raise UserError(f"config.json: {key} is {value!r:.60}, not a number other than zero; fetch the target again")
+    for key in ("logit_softcap", "attention_softcap", "sliding_window"):
+        value = getattr(spec, key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf):
+            raise UserError(f"config.json: {key} is {value!r:.60}, not a positive number; fetch the target again")
+    if spec.num_heads % spec.num_kv_heads:
+        raise UserError(
+            f"config.json: {spec.num_heads} query heads cannot share {spec.num_kv_heads} key/value heads; fetch the target again"
+        )
+    if not isinstance(spec.hidden_act, str):
+        raise UserError(f"config.json: hidden_act is {spec.hidden_act!r:.60}, not a name; fetch the target again")
+    theta = spec.rope.get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
+        raise UserError(f"config.json: rope_theta is {theta!r:.60}, not a positive number; fetch the target again")
+    if bad := [i for i in spec.eos_token_ids if isinstance(i, bool) or not isinstance(i, int) or i < 0]:
+        raise UserError(f"config.json: eos_token_id {bad[0]!r:.60} is no token id; fetch the target again")
+
+
+def _facts(config: dict[str, Any], full: Any, family: Family) -> TargetSpec:
     rope, last_rope, window = rope_of(full), rope_of(full, _layer_types(full)[-1]), _last_window(full)
     head_dim = full.v_head_dim if family.mla else getattr(full, "head_dim", None) or full.hidden_size // full.num_attention_heads
     offset = 1.0 if family.gemma_norm else 0.0
@@ -154,8 +210,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
         raise UserError(f"{path} is missing; target.path must be a Hugging Face model folder") from e
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{path} is not valid JSON ({e}); fetch the target again") from e
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no object; fetch the target again")
     return config
 
 
@@ -175,6 +233,9 @@ def full_config(config: dict[str, Any]) -> Any:
         return AutoConfig.for_model(copied.pop("model_type"), **copied)
     except StrictDataclassError as e:
         raise UserError(f"config.json is not a valid {config['model_type']} config: {' '.join(str(e).split())}") from e
+    except Exception as e:  # transformers checks little before it uses a value, so a strange one raises anything
+        said = " ".join(str(e).split()) or type(e).__name__
+        raise UserError(f"config.json is not a valid {config['model_type']} config: {said[:300]}; fetch the target again") from e
 
 
 def id_list(value: int | list[int] | None) -> list[int]:
@@ -186,7 +247,7 @@ def id_list(value: int | list[int] | None) -> list[int]:
 
 def _family(config: dict[str, Any]) -> Family:
     model_type = config.get("model_type")
-    if model_type in FAMILIES:
+    if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     own_code = " (it needs the folder's own code)" if "auto_map" in config else ""
     raise UserError(f"config.json: model_type {model_type!r} can't be read{own_code}; mtptrain reads {', '.join(sorted(FAMILIES))}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain import cli
+from mtptrain.store.__main__ import parser as store_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [p for p in ROOT.rglob("README.md") if not {".venv", ".venv-engine", "runs"} & set(p.parts)]
@@ -45,6 +46,9 @@ def test_a_documented_job_composes(command: str, tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\n# Mine\nname: mine\n")
     words = shlex.split(command.replace("DIR", str(tmp_path)))[2:]
+    if words[0] == "mtptrain.store":
+        assert callable(store_parser().parse_args(words[1:]).job)
+        return
     assert words[0].removeprefix("mtptrain.") in cli.JOBS
     if "-m" in words:
         assert len(cli.compose([w for w in words[1:] if w != "-m"], multirun=True)) > 1

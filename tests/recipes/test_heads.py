@@ -49,12 +49,12 @@ def test_each_engine_gets_a_folder_that_says_how_far_it_is_proven(finished: Path
     report = read_json(head(finished, "eagle3") / "report" / "report.json")
     assert report["head"]["draft_vocabulary"] == 80
     assert report["head"]["captures"] == ["after_0", "after_1"]
-    assert report["head"]["store_bytes_per_token"] == 3 * 64 * 2 + 5
+    assert report["head"]["store_bytes_per_token"] == 3 * (64 + 4 + 2 * 4) + 5
     assert report["certificate"]["drafted_token_agreement"] == 1.0
 
 
 def test_the_store_grows_by_what_a_head_needs_and_is_not_made_again(tmp_path: Path) -> None:
-    first = run(tmp_path, "train", "+recipe=tiny", "train.max_updates=2", "train.eval_every=2")
+    first = run(tmp_path, "train", "+recipe=tiny", "head=mtp", "train.max_updates=2", "train.eval_every=2")
     assert first.returncode == 0, first.stderr
     store = tmp_path / "runs/tiny/store"
     before = {f.name: f.stat().st_mtime_ns for f in store.glob("*.final.safetensors")}
@@ -63,7 +63,7 @@ def test_the_store_grows_by_what_a_head_needs_and_is_not_made_again(tmp_path: Pa
     assert {f.name: f.stat().st_mtime_ns for f in store.glob("*.final.safetensors")} == before
     assert len(list(store.glob("*.after_1.safetensors"))) == len(before)
     assert (head(tmp_path, "mtp") / "export").is_dir()
-    again = run(tmp_path, "train", "+recipe=tiny", "train.max_updates=2", "train.eval_every=2")
+    again = run(tmp_path, "train", "+recipe=tiny", "head=mtp", "train.max_updates=2", "train.eval_every=2")
     assert again.returncode == 0, again.stderr
     assert "heads/mtp/train is complete" in again.stdout  # the first head is not stale
 
@@ -114,7 +114,7 @@ def test_the_first_weights_are_as_good_where_training_computes_in_bfloat16(tmp_p
     norms = {}
     for dtype in ("float32", "bfloat16"):
         short = ["train.max_updates=1", "train.log_every=1", "validate.measure=[walk]", "export.engines=[hf]"]
-        lookup = ["head=lookup", "head.aux_captures=[after_0,after_1]", f"head.label={dtype}"]
+        lookup = ["store.codec=bf16", "head=lookup", "head.aux_captures=[after_0,after_1]", f"head.label={dtype}"]
         done = run(tmp_path, "train", "+recipe=tiny", *lookup, *short, f"train.dtype={dtype}")
         assert done.returncode == 0, done.stderr
         norms[dtype] = json.loads((head(tmp_path, dtype) / "train" / "log.jsonl").read_text().splitlines()[0])["grad_norm"]

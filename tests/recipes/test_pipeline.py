@@ -20,7 +20,7 @@ EXPORTED = "heads/mtp/export/vllm.unproven"
 
 
 def command(job: str, folder: Path, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", f"mtptrain.{job}", "+recipe=tiny", f"root={folder}", *overrides]
+    return [sys.executable, "-m", f"mtptrain.{job}", "+recipe=tiny", "head=mtp", f"root={folder}", *overrides]
 
 
 def run(job: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:

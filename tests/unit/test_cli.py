@@ -50,7 +50,7 @@ MISTAKES = [
     ("head=mpt", "error: head=mpt: no such head; near: mtp"),
     ("head=eagl", "error: head=eagl: no such head; near: eagle, eagle3, eagle3.1"),
     ("head.kind=eagle3.1", "error: head.kind=eagle3.1: eagle3.1 is a kind with options of its own; write head=eagle3.1"),
-    ("head.fc_norm=true", "error: head.fc_norm=True: head.kind=mtp has none"),
+    ("head.fc_bias=true", "error: head.fc_bias=True: head.kind=eagle3 has none"),
     ("heads=mtp", "error: heads: no such option; near: head"),
     ("train.optim.schedule=cosin", "error: train.optim.schedule=cosin: no such choice; near: cosine"),
     ("train.steps=abc", "error: train.steps=abc: Value 'abc' of type 'str' could not be converted to Integer"),
@@ -188,7 +188,7 @@ def test_a_sweep_ends_with_how_many_of_its_runs_failed(capsys: pytest.CaptureFix
 
 SWEEPS = [
     (["train.steps=1,3"], 1, 2),
-    (["head.norms.input=true,false", "validate.k=2"], 1, 2),
+    (["head=mtp", "head.norms.input=true,false", "validate.k=2"], 1, 2),
     (["head=mtp", "train.optim.lr=1e-3,2e-3"], 1, 2),
     (["head=mtp,eagle,eagle3,eagle3.1"], 1, 4),
     (["head=mtp,eagle", "head.label=mine"], 1, 2),
@@ -219,10 +219,10 @@ def test_a_sweep_names_what_differs_and_runs_what_was_composed() -> None:
     main = Calls()
     assert cli.run(main, "train", ["-m", "+recipe=tiny", "train.steps=1,3", "seed=4,5"]) == 0
     assert [(c.name, c.head.label, c.train.steps, c.seed) for c in main.configs] == [
-        ("tiny-seed=4", "mtp-train.steps=1", 1, 4),
-        ("tiny-seed=5", "mtp-train.steps=1", 1, 5),
-        ("tiny-seed=4", "mtp-train.steps=3", 3, 4),
-        ("tiny-seed=5", "mtp-train.steps=3", 3, 5),
+        ("tiny-seed=4", "lookup-train.steps=1", 1, 4),
+        ("tiny-seed=5", "lookup-train.steps=1", 1, 5),
+        ("tiny-seed=4", "lookup-train.steps=3", 3, 4),
+        ("tiny-seed=5", "lookup-train.steps=3", 3, 5),
     ]
     assert [p.name for p in Path.cwd().iterdir()] == ["runs"]
     assert [p.name for p in Path("runs").iterdir()] == ["sweeps"]
@@ -249,7 +249,7 @@ def test_the_command_line_has_the_last_word() -> None:
 
 def test_a_sweep_of_one_value_is_named_as_a_run() -> None:
     (cfg,) = cli.compose(["+recipe=tiny", "train.steps=2"], multirun=True)
-    assert (cfg.name, cfg.head.label) == ("tiny", "")
+    assert (cfg.name, cfg.head.label) == ("tiny", "lookup")
 
 
 @given(st.lists(st.lists(st.text(min_size=1), min_size=1, max_size=3), min_size=2, max_size=4, unique_by=lambda o: ",".join(o)))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mtptrain.config import Codec
+from mtptrain.data.documents import HELD_OUT, TRAIN
 from mtptrain.errors import UserError
 from mtptrain.files import hash_file, read_json
 from mtptrain.store import codecs, format
@@ -77,7 +78,8 @@ def test_a_part_reads_as_in_the_whole(codec: StateCodec, rows: int, data: st.Dat
 def test_a_tensor_is_what_the_codec_says_and_takes_the_bytes_that_plan_counts(codec: StateCodec) -> None:
     tensors = codec.encode(states(50, 96, seed=1))
     names = {"bf16": "BF16", "int8": "I8", "uint8": "U8", "float8_e4m3fn": "F8_E4M3", "float32": "F32", "int32": "I32"}
-    assert {name: names[str(t.dtype).removeprefix("torch.").replace("bfloat16", "bf16")] for name, t in tensors.items()} == codec.dtypes
+    found = {name: (names[str(t.dtype).removeprefix("torch.").replace("bfloat16", "bf16")], t.dim()) for name, t in tensors.items()}
+    assert found == codec.layout
     rows = {name: t for name, t in tensors.items() if name not in codec.shared}
     assert all(len(t) == 50 for t in rows.values())
     assert sum(t.numel() * t.element_size() for t in rows.values()) == 50 * state_bytes(codec.name, 96)
@@ -126,6 +128,14 @@ def test_int4_by_hand() -> None:
     assert whole(INT4, tensors)[0, :6].tolist() == [50.0, 60.0, 7.0, -7.0, 2.0, -1.0]
 
 
+def test_every_float8_is_read_as_torch_reads_it() -> None:
+    """All 254 that are numbers."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    data = byte[(byte & 0x7F) != 0x7F].view(torch.float8_e4m3fn)[None]
+    assert data.numel() == 254
+    assert torch.equal(codecs._widened(data), data.float())
+
+
 def test_the_outliers_are_the_channels_that_are_large_in_most_tokens() -> None:
     state_NH = torch.randn(500, 64, generator=torch.Generator().manual_seed(0))
     state_NH[:, [5, 40]] *= 50
@@ -147,6 +157,7 @@ def test_outliers_are_kept_apart_because_they_would_set_the_scale() -> None:
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda c: c.name)
 def test_a_store_of_any_codec_reads_as_its_codec_decodes(codec: StateCodec, tmp_path: Path) -> None:
+    """Held-out documents, by which heads are chosen and measured, as they were."""
     documents = random_documents([5, 9, 30, 12, 40, 3])
     state = {c: random_state(documents, c, 64) for c in ("final", "after_1")}
     make_store(tmp_path, documents, state, shard_tokens=50, codecs=(codec, CODECS["bf16"]))
@@ -155,9 +166,11 @@ def test_a_store_of_any_codec_reads_as_its_codec_decodes(codec: StateCodec, tmp_
         assert torch.equal(store.state(i, "after_1"), state["after_1"][i])
         entry = store.entries[i]
         shard = torch.cat([state["final"][j] for j, e in enumerate(store.entries) if e.shard == entry.shard])
-        expected = whole(codec, codec.encode(shard))[entry.start : entry.start + entry.length]
+        coded = shard if entry.split == HELD_OUT else whole(codec, codec.encode(shard))
+        expected = coded[entry.start : entry.start + entry.length]
         assert torch.equal(store.state(i, "final"), expected)
-    assert {f.codec["name"] for s in store._sidecars for f in s.files.values() if f.codec} == {codec.name, "bf16"}
+    assert {e.split for e in store.entries} == {TRAIN, HELD_OUT}
+    assert {f.codec["name"] for s in store.sidecars for f in s.files.values() if f.codec} == {codec.name, "bf16"}
 
 
 def test_a_codec_that_this_version_does_not_read_is_refused_in_one_line() -> None:
@@ -175,18 +188,18 @@ def test_fault_16_a_file_of_another_dtype_is_named(tmp_path: Path) -> None:
     store = Store.open(tmp_path, ["final"])
     path = format.part_path(tmp_path, 0, "final")
     path.write_bytes(path.read_bytes().replace(b'"BF16"', b'"F16" '))
-    sidecar = store._sidecars[0]
+    sidecar = store.sidecars[0]
     sidecar.files["final"] = replace(sidecar.files["final"], hash=hash_file(path))
     format.write_sidecar(tmp_path, sidecar)
     assert read_json(format.sidecar_path(tmp_path, 0)) != body
-    with pytest.raises(StoreDamage, match=r"00000\.final\.safetensors holds \{'data': 'F16'\} instead of \{'data': 'BF16'\}"):
+    with pytest.raises(StoreDamage, match=r"00000\.final\.safetensors holds \{'data': \('F16', 2\)\}.* instead of \{'data': \('BF16'"):
         Store.open(tmp_path, ["final"])
 
 
 def test_fault_16_a_shard_in_another_codec_than_the_manifest_says_is_named(tmp_path: Path) -> None:
     documents = random_documents([5, 9])
     make_store(tmp_path, documents, {"final": random_state(documents, "final", 64)}, codecs=(INT8, INT8))
-    sidecar = Store.open(tmp_path, ["final"])._sidecars[0]
+    sidecar = Store.open(tmp_path, ["final"]).sidecars[0]
     sidecar.files["final"] = replace(sidecar.files["final"], codec=FP8.tag)
     format.write_sidecar(tmp_path, sidecar)
     with pytest.raises(StoreDamage, match=r"00000\.final\.safetensors"):

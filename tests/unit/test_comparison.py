@@ -259,7 +259,7 @@ def test_a_run_folder_is_read_whole(tmp_path: Path) -> None:
 
 
 def config(folder: Path, name: str = "run", label: str = "") -> Config:
-    (cfg,) = cli.compose(["+recipe=tiny", f"root='{folder}'", f"name={name}", *([f"head.label={label}"] if label else [])])
+    (cfg,) = cli.compose(["+recipe=tiny", "head=mtp", f"root='{folder}'", f"name={name}", *([f"head.label={label}"] if label else [])])
     return cfg
 
 

@@ -15,7 +15,7 @@ from mtptrain.near import is_option, near_names, option_keys, unknown_keys
 
 
 def test_no_overrides_give_the_dataclasses_defaults() -> None:
-    assert compose() == [Config()]
+    assert compose(["head=mtp"]) == [Config()]
 
 
 def test_every_section_has_slots_so_that_unknown_keys_fail() -> None:

@@ -20,7 +20,7 @@ from mtptrain.heads.build import build_head
 from mtptrain.manifest import finish
 from mtptrain.stages import plan as stage
 from mtptrain.stages.plan import duration, free_bytes, refuse_if_it_cannot_fit, seconds, size
-from mtptrain.store.codecs import BF16
+from mtptrain.store.codecs import INT8
 from mtptrain.store.writer import StoreWriter
 from mtptrain.target.spec import TargetSpec
 
@@ -42,7 +42,8 @@ TINY = TargetSpec(
 
 
 def _config(*overrides: str) -> Config:
-    return compose(overrides)[0]
+    """Of an mtp head, whose closed forms are these."""
+    return compose(("head=mtp", *overrides))[0]
 
 
 @pytest.mark.parametrize(
@@ -88,16 +89,21 @@ def test_head_parameters_are_those_of_the_module(sizes_: tuple[int, int, int], b
 
 def test_store_bytes_by_hand() -> None:
     cfg = _config("+recipe=smollm2", "plan.train_tokens=1000000")
-    # a bf16 state of 576 values, an int32 id and a mask byte
-    assert estimate(cfg).bytes_per_token == 2 * 576 + 4 + 1 == 1157
-    assert estimate(cfg).store_bytes == 1_157_000_000
-    two = _config("+recipe=llama70b", "plan.train_tokens=1000000", "precompute.captures=[final,after_39]")
-    assert estimate(two).store_bytes == (2 * 2 * 8192 + 5) * 1_000_000
+    # 576 bytes, a float32 scale, 36 outliers in bf16, an int32 id and a mask byte
+    assert estimate(cfg).bytes_per_token == 576 + 4 + 2 * 36 + 4 + 1 == 657
+    assert estimate(cfg).store_bytes == 657_000_000
+    whole = _config("+recipe=smollm2", "plan.train_tokens=1000000", "store.codec=bf16")
+    assert estimate(whole).bytes_per_token == 2 * 576 + 4 + 1 == 1157
+    two = _config("+recipe=llama70b", "plan.train_tokens=1000000", "precompute.captures=[final,after_39]", "store.aux_codec=int4")
+    # int4: half a byte and a 32nd of a bf16 scale a channel, a 16th of them in bf16
+    assert estimate(two).bytes_per_token == (8192 + 4 + 2 * 512) + (4096 + 2 * 256 + 2 * 512) + 5
+    lookup = compose(("+recipe=smollm2", "plan.train_tokens=1000000"))[0]
+    assert estimate(lookup).bytes_per_token == 4 * (576 + 4 + 2 * 36) + 5 == 2613
 
 
 def test_store_bytes_are_those_of_a_written_store(tmp_path: Path) -> None:
     document = Document(id="a", source="s", split="train", tokens=list(range(1000)), spans=[(10, 1000)])
-    StoreWriter(tmp_path, "f", BF16).write(0, [document], {"final": torch.zeros(1000, 64, dtype=torch.bfloat16)})
+    StoreWriter(tmp_path, "f", INT8).write(0, [document], {"final": torch.zeros(1000, 64, dtype=torch.bfloat16)})
     written = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     expected = 1000 * sizes.stored_bytes_per_token(Config().store, ["final"], known_spec(_config("+recipe=tiny")))
     assert expected <= written < expected + 1000  # two headers
@@ -224,13 +230,13 @@ def test_a_target_in_the_cache_needs_no_shape(tmp_path: Path, monkeypatch: pytes
 
 def test_a_run_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = _config("+recipe=smollm2", f"root={tmp_path}", "plan.train_tokens=1000000")
-    needed = 1_157_000_000 + 48 * 4_205_376 + 2 * 4_205_376 + 65_536 * 1157
+    needed = 657_000_000 + 48 * 4_205_376 + 2 * 4_205_376 + 65_536 * 657
     monkeypatch.setattr(FREE, lambda folder: needed)
     refuse_if_it_cannot_fit(cfg)
     monkeypatch.setattr(FREE, lambda folder: needed - 1)
     with pytest.raises(UserError) as refusal:
         refuse_if_it_cannot_fit(cfg)
-    assert str(refusal.value).startswith(f"root={tmp_path}: the run needs 1.3 GiB more on disk (store 1.1 GiB, checkpoints 192.5 MiB)")
+    assert str(refusal.value).startswith(f"root={tmp_path}: the run needs 868.2 MiB more on disk (store 626.6 MiB, checkpoints 192.5 MiB)")
     assert "\n" not in str(refusal.value)
     cfg.store_dir.mkdir(parents=True)
     (cfg.store_dir / "00000.final.safetensors").write_bytes(b"x" * 100)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mtptrain import manifest
-from mtptrain.config import Config, Device, Dtype, OnStale
+from mtptrain.config import Codec, Config, Device, Dtype, OnStale
 from mtptrain.data.documents import FILE, Document, write_documents
 from mtptrain.errors import StaleError, UserError
 from mtptrain.files import hash_file, hash_json
@@ -50,6 +50,7 @@ def config(root: Path, target: Path, documents: list[Document] | None = None, **
     cfg.target.path = str(target)
     cfg.target.dtype = Dtype.float32
     cfg.store.shard_tokens = 64
+    cfg.store.codec = Codec.bf16  # what other codecs make of the same states is in test_codecs.py
     cfg.precompute.batch_tokens = 48
     for key, value in precompute_options.items():
         setattr(cfg.precompute, key, value)

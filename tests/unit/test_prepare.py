@@ -92,7 +92,9 @@ def config(target: Path, root: Path, rows: Sequence[Any] = (), mode: ResponseMod
         device=Device.cpu,
         threads=1,
         target=TargetConfig(path=str(target), dtype=Dtype.float32),
-        data=DataConfig(**({"responses": responses, "max_length": 200, "held_out_fraction": 0.0, "max_rejects": 0.0} | data)),
+        data=DataConfig(
+            **({"responses": responses, "max_length": 200, "held_out_fraction": 0.0, "max_rejects": 0.0, "audit_documents": 0} | data)
+        ),
     )
 
 

@@ -75,11 +75,15 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[Do
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 80))
 def test_shards_are_filled_in_order_and_closed_at_the_token_count(lengths: list[int], shard_tokens: int) -> None:
-    ranges = shard_ranges(lengths, shard_tokens)
+    documents = random_documents(lengths)
+    splits = [d.split for d in documents]
+    ranges = shard_ranges(documents, shard_tokens)
     assert [i for r in ranges for i in r] == list(range(len(lengths)))
     sums = [sum(lengths[i] for i in r) for r in ranges]
     assert all(total <= shard_tokens or len(r) == 1 for total, r in zip(sums, ranges, strict=True))
-    assert all(total + lengths[after[0]] > shard_tokens for total, after in zip(sums, ranges[1:], strict=False))
+    assert all(len({splits[i] for i in r}) == 1 for r in ranges)
+    for total, r, after in zip(sums, ranges, ranges[1:], strict=False):
+        assert total + lengths[after[0]] > shard_tokens or splits[after[0]] != splits[r[0]]
 
 
 def test_layout_on_disk(folder: Path) -> None:
@@ -186,7 +190,7 @@ def test_a_corrupt_file_is_set_aside_and_remade_alone(folder: Path) -> None:
     store.state(0, "final")
     with pytest.raises(UserError, match=f"{path} is corrupt"):
         store.state(2, "final")
-    writer = StoreWriter(folder, store._sidecars[0].fingerprint, BF16)
+    writer = StoreWriter(folder, store.sidecars[0].fingerprint, BF16)
     assert [writer.missing(shard, ["final", "after_1"])[0] for shard in range(5)] == [[], ["final"], [], [], []]
     documents = random_documents(LENGTHS)
     final = random_state(documents, "final", H)
@@ -261,7 +265,7 @@ def test_a_rejected_document_is_no_entry_and_shifts_nothing(tmp_path: Path) -> N
     make_store(tmp_path, documents, {"final": final})
     store = Store.open(tmp_path, ["final"])
     late_NH = torch.zeros(15, H)
-    writer = StoreWriter(tmp_path, store._sidecars[0].fingerprint, BF16)
+    writer = StoreWriter(tmp_path, store.sidecars[0].fingerprint, BF16)
     writer.write(0, documents, {"after_0": late_NH}, [Rejected(id="doc-1", start=6, capture="after_0", reason="NaN")])
     store = Store.open(tmp_path, ["final"])
     assert [e.id for e in store.entries] == ["doc-0", "doc-2"]

@@ -1,0 +1,235 @@
+"""Runs made of other runs' data and store: merged, or with some of the documents left out. No state is computed or coded anew.
+
+A shard of the new store is one of an old store, under a new number and fingerprint, without the rows of the documents that were dropped.
+Its manifest's inputs hold what all old ones agree in, and under `derived` where they came from; a stage that is asked for this folder
+compares only what they agree in.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from tqdm import tqdm
+
+from mtptrain import manifest
+from mtptrain.data.documents import FILE, HELD_OUT, TRAIN, Document, check_documents, read_documents, write_documents
+from mtptrain.data.summary import summarise
+from mtptrain.errors import UserError
+from mtptrain.files import hash_file, hash_json
+from mtptrain.store.codecs import codec_of
+from mtptrain.store.format import TOKENS, Entry, Sidecar, check_content, part_fingerprint, part_path, write_sidecar
+from mtptrain.store.reader import Store
+from mtptrain.store.writer import write_part
+
+_AGREED_DATA = ("target", "tokenizer and template", "stop_ids")
+_AGREED_STORE = ("target", "tokenizer", "dtype", "store.codec", "store.aux_codec", "store_format")
+"""What runs must have in common; whatever else they have in common is kept."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A finished run's data and store."""
+
+    folder: Path
+    data: dict[str, Any]
+    """The manifest of its data."""
+    store: Store
+    documents: list[Document]
+
+    @classmethod
+    def open(cls, folder: Path) -> "Run":
+        data = manifest.require(folder / "data", "the prepared data", "python -m mtptrain.prepare (with the same arguments)")
+        check_documents(folder / "data", data["results"])
+        found = manifest.require(folder / "store", "the hidden-state store", "python -m mtptrain.precompute (with the same arguments)")
+        store = Store.open(folder / "store", list(found["results"]["captures"]))
+        documents = {d.id: d for d in read_documents(folder / "data")}
+        if absent := [e.id for e in store.entries if e.id not in documents]:
+            raise UserError(f"{folder / 'store'} holds document {absent[0]}, which {folder / 'data' / FILE} does not; run precompute again")
+        return cls(folder, data, store, [documents[e.id] for e in store.entries])
+
+
+def content(document: Document) -> str:
+    """What makes two documents the same."""
+    return hash_json([document.tokens, document.spans])
+
+
+def prompt(document: Document) -> tuple[int, ...]:
+    """The tokens before what the target generates first."""
+    return tuple(document.tokens[: document.spans[0][0]])
+
+
+def merge(target: Path, folders: Sequence[Path]) -> Counter[str]:
+    """`target`: a run with all documents of the others, each once. Returns how many were dropped, by reason.
+
+    A training document that is, or has the prompt of, a held-out one of any run is dropped: heads are measured on those.
+    """
+    runs = [Run.open(folder) for folder in folders]
+    held_out = [d for run in runs for d in run.documents if d.split == HELD_OUT]
+    measured, prompts = {content(d) for d in held_out}, {prompt(d) for d in held_out}
+    seen: set[str] = set()
+
+    def why_not(document: Document) -> str | None:
+        key = content(document)
+        if document.split == TRAIN and (key in measured or prompt(document) in prompts):
+            return "shares a prompt with held-out"
+        if key in seen:
+            return "duplicate"
+        seen.add(key)
+        return None
+
+    return _write(target, runs, why_not, {"how": "merge"})
+
+
+def filter_run(
+    target: Path,
+    folder: Path,
+    sources: Collection[str] = (),
+    splits: Collection[str] = (),
+    ids: Collection[str] = (),
+    without_ids: Collection[str] = (),
+    tokens: tuple[int, int | None] = (0, None),
+) -> Counter[str]:
+    """`target`: a run with the documents that fit every condition given. Returns how many were dropped, by reason."""
+    run = Run.open(folder)
+    for given, known, what in (
+        (sources, {d.source for d in run.documents}, "source"),
+        ({*ids, *without_ids}, {d.id for d in run.documents}, "document"),
+    ):
+        if unknown := sorted(set(given) - known):
+            shown = ", ".join(sorted(known)[:8]) + (", ..." if len(known) > 8 else "")
+            raise UserError(f"{folder} has no {what} {unknown[0]!r}; it has {shown}")
+
+    def why_not(document: Document) -> str | None:
+        size = len(document.tokens)
+        return next(
+            (
+                reason
+                for reason, fits in (
+                    ("source", not sources or document.source in sources),
+                    ("split", not splits or document.split in splits),
+                    ("id", (not ids or document.id in ids) and document.id not in without_ids),
+                    ("length", tokens[0] <= size and (tokens[1] is None or size <= tokens[1])),
+                )
+                if not fits
+            ),
+            None,
+        )
+
+    return _write(target, [run], why_not, {"how": "filter"})
+
+
+def _agreed(runs: Sequence[Run], inputs: list[dict[str, Any]], required: Sequence[str]) -> dict[str, Any]:
+    """What all inputs say alike. UserError naming the first required key that they do not, with both values."""
+    first = inputs[0]
+    for run, other in zip(runs[1:], inputs[1:], strict=True):
+        for key in required:
+            if first.get(key) != other.get(key):
+                raise UserError(f"{run.folder} and {runs[0].folder} differ in {key}: {other.get(key)!r} and {first.get(key)!r}")
+    return {k: v for k, v in first.items() if k != manifest.DERIVED and all(k in o and o[k] == v for o in inputs)}
+
+
+def _write(target: Path, runs: list[Run], why_not: Callable[[Document], str | None], how: dict[str, Any]) -> Counter[str]:
+    data_inputs = _agreed(runs, [run.data["inputs"] for run in runs], _AGREED_DATA)
+    store_inputs = _agreed(runs, [run.store.manifest["inputs"] for run in runs], _AGREED_STORE)
+    captures = [c for c in runs[0].store.manifest["results"]["captures"] if all(c in r.store.manifest["results"]["captures"] for r in runs)]
+    if not captures:
+        raise UserError(f"{runs[0].folder} and {runs[1].folder} have no capture in common")
+    for folder in (target / "data", target / "store"):
+        if (folder / manifest.MANIFEST).exists():
+            raise UserError(f"{folder} is there already; name another run, or delete {target}")
+    dropped: Counter[str] = Counter()
+    kept: list[tuple[Run, int, list[int]]] = []
+    documents: list[Document] = []
+    names: Counter[str] = Counter()
+    for run in runs:
+        chosen: dict[int, list[int]] = {}
+        for i, (entry, document) in enumerate(zip(run.store.entries, run.documents, strict=True)):
+            if (reason := why_not(document)) is not None:
+                dropped[reason] += 1
+                continue
+            names[document.id] += 1
+            if names[document.id] > 1:
+                document = replace(document, id=f"{document.id}~{names[document.id]}")
+            documents.append(document)
+            chosen.setdefault(entry.shard, []).append(i)
+        kept += [(run, shard, members) for shard, members in chosen.items()]
+    if not documents:
+        raise UserError(f"no document is left ({', '.join(f'{n} dropped by {reason}' for reason, n in dropped.items())})")
+    how |= {"from": [hash_json(run.store.manifest["inputs"]) for run in runs]}
+    _write_data(target / "data", runs, documents, data_inputs | {manifest.DERIVED: how}, dropped)
+    store_inputs |= {
+        "documents": hash_file(target / "data" / FILE),
+        manifest.DERIVED: how | {"shards": [len(members) for _, _, members in kept]},
+    }
+    _write_store(target / "store", kept, documents, captures, store_inputs)
+    return dropped
+
+
+def _write_data(folder: Path, runs: list[Run], documents: list[Document], inputs: dict[str, Any], dropped: Counter[str]) -> None:
+    manifest.begin(folder, inputs)
+    write_documents(folder, documents)
+    rows = sum(run.data["results"]["rows"] for run in runs)
+    results = summarise(documents, inputs["stop_ids"], [], dropped, 0, {}, rows) | {"audit": None}
+    manifest.finish(folder, inputs, results | {FILE: hash_file(folder / FILE)})
+
+
+def _write_store(
+    folder: Path, kept: list[tuple[Run, int, list[int]]], documents: list[Document], captures: list[str], inputs: dict[str, Any]
+) -> None:
+    manifest.begin(folder, inputs)
+    fingerprint = hash_json(inputs)
+    tags = {c: kept[0][0].store.manifest["results"]["captures"][c]["codec"] for c in captures}
+    size = tokens = done = 0
+    for shard, (run, old, members) in enumerate(tqdm(kept, desc="store", unit="shard", mininterval=1, delay=2)):
+        row_N = torch.cat([torch.arange(e.start, e.start + e.length) for e in (run.store.entries[i] for i in members)])
+        sidecar = Sidecar(shard=shard, fingerprint=fingerprint, tokens=len(row_N))
+        start = 0
+        for document in documents[done : done + len(members)]:
+            length = len(document.tokens)
+            entry = Entry(
+                id=document.id,
+                source=document.source,
+                split=document.split,
+                shard=shard,
+                start=start,
+                length=length,
+                spans=document.spans,
+            )
+            sidecar.documents.append(entry)
+            start += length
+        for part in [TOKENS, *captures]:
+            codec = run.store.sidecars[old].files[part].codec
+            sidecar.files[part] = write_part(folder, fingerprint, shard, part, codec, _rows(run, old, part, row_N))
+            size += sidecar.files[part].bytes
+        write_sidecar(folder, sidecar)
+        done, tokens = done + len(members), tokens + start
+    results = {
+        "captures": {c: {"codec": tag, "fingerprint": part_fingerprint(fingerprint, c, tag)} for c, tag in tags.items()},
+        "hidden_size": kept[0][0].store.manifest["results"]["hidden_size"],
+        "shards": len(kept),
+        "documents": len(documents),
+        "rejected": 0,
+        "tokens": tokens,
+        "bytes": size,
+    }
+    manifest.finish(folder, inputs, results)
+
+
+def _rows(run: Run, shard: int, part: str, row_N: Tensor) -> dict[str, Tensor]:
+    """A part's tensors with these rows of it, from a file whose hash was checked."""
+    sidecar = run.store.sidecars[shard]
+    check_content(run.store.folder, sidecar, part)
+    path = part_path(run.store.folder, shard, part)
+    shared = () if part == TOKENS else codec_of(sidecar.files[part].codec or {}, path).shared
+    whole = len(row_N) == sidecar.tokens
+    return {name: t if whole or name in shared else _take(t, row_N) for name, t in load_file(path).items()}
+
+
+def _take(tensor: Tensor, row_N: Tensor) -> Tensor:
+    """Rows of it; a float8 by its bytes."""
+    return tensor.view(torch.uint8)[row_N].view(tensor.dtype) if tensor.dtype == torch.float8_e4m3fn else tensor[row_N]

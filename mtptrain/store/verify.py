@@ -1,0 +1,79 @@
+"""Is a store whole? Every file against its sidecar, every sidecar and the manifest against their hashes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from mtptrain import manifest
+from mtptrain.errors import UserError
+from mtptrain.files import hash_json
+from mtptrain.store.format import TOKENS, Sidecar, StoreDamage, check_content, check_part, part_path, read_sidecar, sidecar_path
+
+
+def find_damage(folder: Path, whole: bool = True) -> Iterator[str]:
+    """A line for each damaged, missing or foreign file; UserError where the manifest itself is damaged or missing.
+
+    `whole` hashes every file; a corrupt one is set aside, so that precompute makes it anew. Otherwise sizes and headers are looked at.
+    """
+    found = manifest.require(folder, "the hidden-state store", "python -m mtptrain.precompute (with the same arguments)")
+    captures = list(found["results"]["captures"])
+    known = {manifest.MANIFEST, manifest.STARTED, "config.yaml", "rejects.jsonl"}
+    for shard in tqdm(range(found["results"]["shards"]), desc="verify", unit="shard", mininterval=1, delay=2):
+        known |= {sidecar_path(folder, shard).name, *(part_path(folder, shard, part).name for part in [TOKENS, *captures])}
+        try:
+            sidecar = read_sidecar(folder, shard, hash_json(found["inputs"]))
+        except StoreDamage as damage:
+            yield damage.problem
+            continue
+        for part in [TOKENS, *captures]:
+            try:
+                check_part(folder, sidecar, part)
+                if whole:
+                    check_content(folder, sidecar, part)
+            except StoreDamage as damage:
+                yield damage.problem
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name not in known and not path.name.startswith("."):
+            yield f"{path} is no file of this store"
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """What the store holds, from manifest and sidecars."""
+    found = manifest.require(folder, "the hidden-state store", "python -m mtptrain.precompute (with the same arguments)")
+    for problem in find_damage(folder, whole=False):
+        raise UserError(f"{problem}; `verify` looks at all of it")
+    results = found["results"]
+    sidecars: list[Sidecar] = [read_sidecar(folder, shard, hash_json(found["inputs"])) for shard in range(results["shards"])]
+    entries = [entry for sidecar in sidecars for entry in sidecar.entries()]
+    tokens = sum(entry.length for entry in entries)
+    if not tokens:
+        raise UserError(f"{folder} holds no document")
+    by_source: dict[str, dict[str, int]] = {}
+    for entry in entries:
+        counts = by_source.setdefault(f"{entry.source} ({entry.split})", {"documents": 0, "tokens": 0, "supervised_tokens": 0})
+        counts["documents"] += 1
+        counts["tokens"] += entry.length
+        counts["supervised_tokens"] += sum(stop - start for start, stop in entry.spans)
+    parts: dict[str, dict[str, Any]] = {
+        part: {
+            "bytes": sum(sidecar.files[part].bytes for sidecar in sidecars),
+            "codec": "-" if part == TOKENS else "{name} {version}".format(**results["captures"][part]["codec"]),
+        }
+        for part in [TOKENS, *results["captures"]]
+    }
+    for part in parts.values():
+        part["bytes_per_token"] = round(part["bytes"] / tokens, 1)
+    return {
+        "made_from": found["inputs"],
+        "mtptrain": found["mtptrain"],
+        "shards": len(sidecars),
+        "documents": len(entries),
+        "rejected": sum(len({r.start for r in sidecar.rejected}) for sidecar in sidecars),
+        "tokens": tokens,
+        "supervised_tokens": sum(c["supervised_tokens"] for c in by_source.values()),
+        "parts": parts,
+        "bytes": sum(part["bytes"] for part in parts.values()),
+        "sources": dict(sorted(by_source.items())),
+    }
