@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Break a stage at many points, run the same command again, and compare its folder with that of a run left alone.
 
-    python tools/fault_test.py [--stage prepare|precompute|train|validate|export] [--fault kill|term|big|full] [--points N]
+    python tools/fault_test.py [--stage prepare|precompute|train|validate|export] [--fault kill|term|big|full|readonly] [--points N]
                                [--seed S] [--json FILE] [key=value ...]
 
 kill    SIGKILL: half of the points at a random moment, half at a random one of the moments before a file is synced (what was not synced
@@ -9,6 +9,7 @@ kill    SIGKILL: half of the points at a random moment, half at a random one of 
 term    SIGTERM at a random moment: the stage must end within --grace seconds with status 143, or have been through
 big     files may not grow beyond a random size (RLIMIT_FSIZE, EFBIG): status 2 and one line, or through
 full    a small tmpfs that fills up (ENOSPC): status 2 and one line, or through; it is enlarged for the second run. Needs the right to mount
+readonly  a tmpfs that may only be read: status 2 and one line; the second run may write. Needs the right to mount
 
 Everything is compared but what differs between two runs left alone (durations; printed). A stage that is started again is given every
 earlier stage's folder as it was. Stages run in forks of this process, which has imported everything before, on the tiny recipe.
@@ -39,7 +40,7 @@ from bench import save
 from mtptrain import cli
 
 STAGES = ["prepare", "precompute", "train", "validate", "export"]
-FAULTS = ["kill", "term", "big", "full"]
+FAULTS = ["kill", "term", "big", "full", "readonly"]
 TINY = [
     "+recipe=tiny",
     "name=run",
@@ -246,13 +247,13 @@ def without_numbers(key: str) -> str:
 
 
 @contextlib.contextmanager
-def small_disk(root: Path, size: int) -> Iterator[Callable[[], None]]:
-    """A tmpfs of `size` bytes at `root`; gives what enlarges it. Raises PermissionError where nothing may be mounted."""
+def small_disk(root: Path, size: int) -> Iterator[Callable[[str], None]]:
+    """A tmpfs of `size` bytes at `root`; gives what changes its options. Raises PermissionError where nothing may be mounted."""
     root.mkdir(parents=True, exist_ok=True)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(root)], capture_output=True, check=False).returncode:
         raise PermissionError("mount: not permitted")
     try:
-        yield lambda: subprocess.run(["mount", "-o", f"remount,size={1 << 30}", str(root)], check=True)  # type: ignore[return-value]
+        yield lambda options: subprocess.run(["mount", "-o", f"remount,{options}", str(root)], check=True)  # type: ignore[return-value]
     finally:
         subprocess.run(["umount", str(root)], check=True)
 
@@ -299,14 +300,16 @@ class StageTest:
 
     def _point(self, found: Found, fault: str, chance: random.Random, grace: float) -> None:
         bench, moment = self.bench, chance.uniform(0, self.seconds)
-        if fault == "full":
-            size = int(_size(self.before) + chance.uniform(0.02, 0.98) * (self.bytes - _size(self.before)))
-            with small_disk(bench.root, size) as enlarge:
+        if fault in ("full", "readonly"):
+            share = chance.uniform(0.02, 0.98) if fault == "full" else 4.0
+            size = int(_size(self.before) + share * (self.bytes - _size(self.before)))
+            with small_disk(bench.root, size) as change:
                 bench.put_back(self.before)
+                if fault == "readonly":
+                    change("ro")
                 ended = bench.run(self.stage)
-                where = "disk full"
-                enlarge()
-                self._judge(found, fault, ended, where, grace)
+                change(f"rw,size={1 << 30}")
+                self._judge(found, fault, ended, fault, grace)
             shutil.rmtree(bench.root)
             return
         bench.put_back(self.before)

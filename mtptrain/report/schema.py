@@ -23,6 +23,8 @@ expected_at_temperature_1
                       sampling: {"greedy_draft", "sampled_draft": {"accept_rate_by_step", "expected_accepted_length"}, "rows", "note"},
                       expectations from stored states over every valid row, nothing drawn (stages/walk.py); rates of a step without rows
                       are null
+codec_error           of the states that training read: codec and mean relative error of each capture, the teacher's divergence (nats) and
+                      changed first choices, over `rows` held-out rows coded for the purpose (stages/codec_error.py)
 gate                  thresholds, and whether they are met
 versions              of everything that ran
 """

@@ -32,7 +32,19 @@ def training(report: dict[str, Any], log_rows: Iterable[dict[str, Any]]) -> Sect
     lede = ", ".join(filter(None, said)) + "." if any(said) else ""
     if walks and facts.get("best_update") is not None:
         lede += " The star is the update that was kept."
+    lede += _stored(report.get("codec_error"))
     return Section("training", "Training", lede.strip(), panels, columns=3)
+
+
+def _stored(error: dict[str, Any] | None) -> str:
+    """What the store's codec did to what was trained on; nothing where states are kept whole."""
+    if not error or not any(error["relative_error"].values()):
+        return ""
+    worst = max(error["relative_error"].values())
+    return (
+        f" States were read from {', '.join(sorted(set(error['codec'].values())))}: off by {worst:.2%} at most (mean of a capture), the "
+        f"teacher by {error['teacher_kl']:.1g} nats, with another first choice in {error['first_choice_changed']:.1%} of rows."
+    )
 
 
 def _walk_table(walks: list[dict[str, Any]], best_update: int | None) -> Table:

@@ -27,6 +27,7 @@ from mtptrain.report.page import PAGE
 from mtptrain.report.schema import REPORT, SCHEMA, certificate, strongest
 from mtptrain.sizes import stored_bytes_per_token
 from mtptrain.stages import export as export_stage
+from mtptrain.stages.codec_error import codec_error
 from mtptrain.stages.context import (
     Context,
     TrainedHead,
@@ -44,6 +45,7 @@ from mtptrain.stages.report_files import measured_hash, read_report, write_repor
 from mtptrain.stages.samples import heat_strips
 from mtptrain.stages.train import spread
 from mtptrain.stages.walk import expected_acceptance, walk_documents
+from mtptrain.store.format import FINAL
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import weights_hash
 from mtptrain.target.resolve import resolve_target
@@ -161,6 +163,7 @@ def _measure(cfg: Config, context: Context, trained: TrainedHead, engine: Engine
         "expected_at_temperature_1": expected_acceptance(head, context, store, spread(documents, _EXPECTED_DOCUMENTS), options.k),
         "certificate": None,
         "samples": None,
+        "codec_error": codec_error(store, context, list(dict.fromkeys((FINAL, *head.captures))), documents),
         "layout": _vllm_layout(export),
         "versions": versions(),
     }

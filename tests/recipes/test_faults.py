@@ -25,6 +25,21 @@ def break_it(tmp_path: Path, stage: str, fault: str, points: int) -> dict[str, o
     return found
 
 
+@pytest.mark.parametrize("fault", ["term", "big"])
+@pytest.mark.parametrize("stage", ["precompute", "train"])
+def test_a_signal_or_files_that_may_not_grow(tmp_path: Path, stage: str, fault: str) -> None:
+    assert break_it(tmp_path, stage, fault, 3)["points"] == 3
+
+
+@pytest.mark.parametrize("fault", ["full", "readonly"])
+def test_a_disk_that_is_full_or_read_only(tmp_path: Path, fault: str) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True, check=False).returncode == 0
+    if not mounted:
+        pytest.skip("nothing may be mounted here; --fault big and the unit tests fill disks otherwise")
+    subprocess.run(["umount", str(tmp_path)], check=True)
+    assert break_it(tmp_path, "train", fault, 3)["points"] == 3
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_kill_9_at_any_point(tmp_path: Path, stage: str) -> None:
     found = break_it(tmp_path, stage, "kill", 10)
