@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtptrain import manifest
-from mtptrain.config import Config, PrecomputeBackend, ResponseBackend
+from mtptrain.config import Codec, Config, PrecomputeBackend, ResponseBackend
 from mtptrain.data.answering import FILE as ANSWERS
 from mtptrain.data.documents import read_documents
 from mtptrain.engines import vllm
@@ -39,7 +39,7 @@ def cfg(tmp_path_factory: pytest.TempPathFactory) -> Config:
     cfg = make_config(folder, str(target))
     return dataclasses.replace(
         cfg,
-        store=dataclasses.replace(cfg.store, shard_tokens=600),
+        store=dataclasses.replace(cfg.store, shard_tokens=600, codec=Codec.bf16),
         precompute=dataclasses.replace(cfg.precompute, captures=["final", "after_0", "after_2"]),
     )
 

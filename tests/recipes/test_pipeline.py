@@ -119,6 +119,7 @@ def test_a_head_with_a_norm_off_is_exported_for_the_plugin_and_refused_for_the_s
     assert about["conventions"]["recycled_hidden"] == "post_norm"
 
 
+@pytest.mark.slow  # test_faults.py kills each stage; here one run is killed again and again
 def test_kill_9_anywhere_then_resume_gives_the_same_bits(finished: Path, tmp_path: Path) -> None:
     """Killed again and again after ever longer times until a run gets through; documents, store and head equal the whole run's."""
     for attempt in range(40):
