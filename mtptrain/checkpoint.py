@@ -3,7 +3,6 @@
 train/checkpoints/00000400/{head,optimizer,ema}.safetensors + state.json     state.json holds the files' hashes and its own
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mtptrain.errors import UserError
-from mtptrain.files import hash_file, hash_json, read_json, save_tensors, write_folder_atomic, write_json
+from mtptrain.files import hash_file, read_json, save_tensors, with_hash, without_hash, write_folder_atomic, write_json
 
 _STATE = "state.json"
 
@@ -24,8 +23,7 @@ def save_checkpoint(folder: Path, groups: dict[str, dict[str, Tensor]], state: d
         for group, tensors in groups.items():
             save_tensors(tmp / f"{group}.safetensors", {name: t.detach().cpu().contiguous() for name, t in tensors.items()})
         hashes = {group: hash_file(tmp / f"{group}.safetensors") for group in groups}
-        content = json.loads(json.dumps({"hashes": hashes, **state}))
-        write_json(tmp / _STATE, {"hash": hash_json(content), **content})
+        write_json(tmp / _STATE, with_hash({"hashes": hashes, **state}))
 
     write_folder_atomic(folder, write)
 
@@ -35,8 +33,8 @@ def load_checkpoint(folder: Path, mend: str = "") -> tuple[dict[str, dict[str, T
     mend = mend or f"delete {folder} to resume from the checkpoint before it"
     if not (folder / _STATE).exists():
         raise UserError(f"{folder} has no {_STATE}; {mend}")
-    state = read_json(folder / _STATE)
-    if not isinstance(state, dict) or state.pop("hash", None) != hash_json(state):
+    state = without_hash(read_json(folder / _STATE))
+    if state is None:
         raise UserError(f"{folder / _STATE} is damaged or was changed (its hash differs); {mend}")
     groups = {}
     for group, expected in state["hashes"].items():

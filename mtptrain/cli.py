@@ -34,10 +34,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mtptrain.config import Config
-from mtptrain.errors import UserError
+from mtptrain.errors import UserError, one_line
 from mtptrain.files import hash_bytes
 from mtptrain.near import is_free, is_option, unknown_keys, unknown_name, unknown_option
 from mtptrain.signals import exit_status, handled
+from mtptrain.usage import config_dir, help_text, recipe_files
 
 Main = Callable[[Config], None]
 
@@ -50,30 +51,8 @@ _LONGEST_SUFFIX = 80
 _DISK_TROUBLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """What a full, read-only or forbidden disk answers: the user's to mend, so one line."""
 
-JOBS = {
-    "train": "every stage that is not complete yet, in order: prepare, precompute, train, validate, export",
-    "prepare": "prompts -> responses written by the target, token ids and supervised spans",
-    "precompute": "the target's hidden states -> a store on disk",
-    "validate": "acceptance of the trained head, by walk, reference decoder and a real vLLM, and whether they agree",
-    "export": "one folder per engine, once validation passed",
-    "compare": "the heads of a run side by side; a sweep of train, validate or export ends with it",
-    "plan": "tokens, disk, memory and time of it all, before anything is spent",
-}
-
-
 _COMPARED = {"train", "validate", "export"}
 """Jobs whose sweeps end with a comparison of the heads there are."""
-
-
-def config_dir(name: str) -> Path:
-    """`conf` or `recipes`: inside an installed package as `_conf`, in a checkout beside the package."""
-    package = Path(__file__).resolve().parent
-    shipped = package / f"_{name}"
-    return shipped if shipped.is_dir() else package.parent / name
-
-
-def recipe_files() -> dict[str, Path]:
-    return {file.stem: file for file in sorted(config_dir("recipes").glob("*.yaml"))}
 
 
 @functools.cache
@@ -177,7 +156,7 @@ def _check_files(user_dir: str | None) -> None:
             line = f":{e.problem_mark.line + 1}" if e.problem_mark else ""
             raise UserError(f"{file}{line}: not valid YAML ({e.problem or e.context})") from e
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
-            raise UserError(f"{file}: not valid YAML ({' '.join(str(e).split())})") from e
+            raise UserError(f"{file}: not valid YAML ({one_line(e)})") from e
 
 
 def _search_path(overrides: Sequence[str], user_dir: str | None) -> list[str]:
@@ -242,31 +221,6 @@ def _explain_value(key: str, message: str, overrides: Sequence[str]) -> str:
     if given and "is not a ListConfig" in message:
         return f"{shown}: takes a list; write {key}=[{given}]"
     return f"{shown}: {message}"
-
-
-def help_text(job: str) -> str:
-    """What `--help` prints."""
-    titles = {name: file.read_text(encoding="utf-8").splitlines()[1].lstrip("# ") for name, file in recipe_files().items()}
-    width = max(map(len, [*titles, *JOBS])) + 2
-    recipes = "\n".join(f"  {name:{width}}{title}" for name, title in titles.items())
-    jobs = "\n".join(f"  {name:{width}}{what}" for name, what in JOBS.items())
-    return f"""usage: python -m mtptrain.{job} +recipe=NAME [key=value ...]
-
-{job}: {JOBS.get(job, "")}
-
-recipes (+recipe=NAME):
-{recipes}
-
-jobs (python -m mtptrain.JOB):
-{jobs}
-
-options:
-  key=value            any key of mtptrain/config.py, such as train.steps=3 name=mine root=/data/runs
-  --cfg job            print the composed config and stop
-  -m key=a,b           a sweep: one run a value; runs that differ in the head alone share data and store
-  --config-dir DIR     recipes of your own: DIR/recipe/mine.yaml, used as +recipe=mine (first line: # @package _global_)
-  --hydra-help         all of Hydra's own flags
-environment: MTPTRAIN_TRACE=1 shows the trace of an error, MTPTRAIN_CACHE moves the cache of converted targets"""
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

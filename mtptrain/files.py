@@ -142,6 +142,20 @@ def read_jsonl_durable(path: Path) -> Iterator[dict[str, Any]]:
         os.truncate(path, good)
 
 
+def with_hash(content: dict[str, Any]) -> dict[str, Any]:
+    """`content` as a JSON file will give it back (tuples as lists, keys as strings), led by a hash of itself."""
+    content = json.loads(json.dumps(content))
+    return {"hash": hash_json(content), **content}
+
+
+def without_hash(read: Any) -> dict[str, Any] | None:
+    """What `with_hash` was given; None where it is not as it was."""
+    if not isinstance(read, dict):
+        return None
+    content = {key: value for key, value in read.items() if key != "hash"}
+    return content if read.get("hash") == hash_json(content) else None
+
+
 def hash_bytes(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 

@@ -5,7 +5,6 @@ to `manifest.json` when it is complete, so that both a finished and an interrupt
 what is asked for now. Either file holds a hash of itself, so that a changed one is told.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,15 @@ from filelock import FileLock, Timeout
 from mtptrain import __version__
 from mtptrain.config import OnStale
 from mtptrain.errors import StaleError, UserError
-from mtptrain.files import hash_json, read_json, write_json
+from mtptrain.files import read_json, with_hash, without_hash, write_json
 
 MANIFEST = "manifest.json"
 STARTED = "started.json"
 _LOCK = ".lock"
-_held: dict[Path, FileLock] = {}
-"""Of the stages this process is at; the system frees them when it ends, however it does."""
-
-
 DERIVED = "derived"
 """The key of inputs that says how a folder was made from others (mtptrain/store/derive.py)."""
+_held: dict[Path, FileLock] = {}
+"""Of the stages this process is at; the system frees them when it ends, however it does."""
 
 
 def changed_inputs(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -57,7 +54,7 @@ def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool
     if not found.exists():
         return False
     try:
-        differences = changed_inputs(*_comparable(_inputs_of(found), inputs))
+        differences = changed_inputs(*_comparable(_read(found)["inputs"], inputs))
     except UserError:
         if on_stale is not OnStale.redo:
             raise
@@ -82,25 +79,15 @@ def _comparable(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any
     return {k: v for k, v in old.items() if k != DERIVED}, {k: v for k, v in new.items() if k in old}
 
 
-def _inputs_of(found: Path) -> dict[str, Any]:
-    """What a manifest says its stage was made from. UserError where it cannot be read."""
-    inputs = _read(found).get("inputs")
-    if not isinstance(inputs, dict):
-        raise UserError(f"{found} is damaged (no `inputs` in it); use on_stale=redo to redo {found.parent}")
-    return inputs
-
-
 def _read(found: Path) -> dict[str, Any]:
-    """A manifest that is as it was written. UserError where it is not."""
-    read = read_json(found)
-    if not isinstance(read, dict) or read.pop("hash", None) != hash_json(read):
+    """A manifest that is as it was written: with its inputs, and results where the stage is complete. UserError where it is not."""
+    read = without_hash(read_json(found))
+    if read is None:
         raise UserError(f"{found} is damaged or was changed (its hash differs); use on_stale=redo to redo {found.parent}")
+    for key in ("inputs", "results") if found.name == MANIFEST else ("inputs",):
+        if not isinstance(read.get(key), dict):
+            raise UserError(f"{found} is damaged (no `{key}` in it); use on_stale=redo to redo {found.parent}")
     return read
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    content = json.loads(json.dumps(content))  # as it will be read: tuples as lists, keys as strings
-    write_json(file, {"hash": hash_json(content), **content})
 
 
 def begin(folder: Path, inputs: dict[str, Any]) -> None:
@@ -109,12 +96,12 @@ def begin(folder: Path, inputs: dict[str, Any]) -> None:
     Until `finish` no other process may begin it: UserError there.
     """
     _hold(folder)
-    _write(folder / STARTED, {"inputs": inputs, "mtptrain": __version__})
+    write_json(folder / STARTED, with_hash({"inputs": inputs, "mtptrain": __version__}))
 
 
 def finish(folder: Path, inputs: dict[str, Any], results: dict[str, Any]) -> None:
     """Mark the stage complete. `results` is what later stages and people want to know about it."""
-    _write(folder / MANIFEST, {"inputs": inputs, "mtptrain": __version__, "results": results})
+    write_json(folder / MANIFEST, with_hash({"inputs": inputs, "mtptrain": __version__, "results": results}))
     if lock := _held.pop(folder, None):
         lock.release()
 
@@ -135,8 +122,4 @@ def require(folder: Path, what: str, command: str) -> dict[str, Any]:
     """The manifest of a finished stage, or one line that says which command makes it."""
     if not (folder / MANIFEST).exists():
         raise UserError(f"{what} is missing or unfinished in {folder}; make it with: {command}")
-    _inputs_of(folder / MANIFEST)
-    manifest = _read(folder / MANIFEST)
-    if not isinstance(manifest.get("results"), dict):
-        raise UserError(f"{folder / MANIFEST} is damaged (no `results` in it); use on_stale=redo to redo {folder}")
-    return manifest
+    return _read(folder / MANIFEST)

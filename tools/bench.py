@@ -1,16 +1,25 @@
 """What the benchmarks share: data small enough for a short run, and sides that run in processes of their own."""
 
 import multiprocessing
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from peak import peak_bytes
+from torch import Tensor
 
+from mtptrain import manifest
 from mtptrain.cli import compose
-from mtptrain.files import write_json
+from mtptrain.config import Config
+from mtptrain.data.documents import Document
+from mtptrain.files import hash_json, write_json
 from mtptrain.stages import precompute, prepare
+from mtptrain.store.codecs import StateCodec
+from mtptrain.store.format import shard_ranges
+from mtptrain.store.writer import StoreWriter
 
 SMALL = [
     "+recipe=smollm2",
@@ -30,6 +39,37 @@ def prepare_store(overrides: list[str]) -> dict[str, Any]:
     prepare.run(cfg, for_training=True)
     precompute.run(cfg)
     return {"store": str(cfg.store_dir)}
+
+
+def run_config(run: Path, changes: dict[str, Any], overrides: Sequence[str]) -> Config:
+    """Of a finished run, with a head from the start: what its store was made with, then `changes`, then `key=value`."""
+    base = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(run / "store" / "config.yaml"))
+    base.head = OmegaConf.structured(Config).head
+    config = OmegaConf.to_object(OmegaConf.merge(base, changes, OmegaConf.from_dotlist(list(overrides))))
+    assert isinstance(config, Config)
+    config.root, config.name = str(run.parent), run.name
+    return config
+
+
+def write_store(
+    folder: Path,
+    inputs: dict[str, Any],
+    codecs: tuple[StateCodec, StateCodec],
+    documents: Sequence[Document],
+    shard_tokens: int,
+    states: Callable[[range], dict[str, Tensor]],
+) -> float:
+    """A finished store of the documents; `states`: of some of them, by their numbers. Seconds of encoding, hashing and writing alone."""
+    writer, seconds = StoreWriter(folder, hash_json(inputs), *codecs), 0.0
+    shards, captures = shard_ranges(documents, shard_tokens), list[str]()
+    for shard, members in enumerate(shards):
+        found = states(members)
+        began = time.perf_counter()
+        writer.write(shard, [documents[i] for i in members], found)
+        seconds += time.perf_counter() - began
+        captures = list(found)
+    manifest.finish(folder, inputs, {"captures": writer.made(captures), "shards": len(shards)})
+    return seconds
 
 
 def apart(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from bench import run_config
 
 from mtptrain.config import Config
 from mtptrain.files import read_json, write_json
@@ -39,13 +39,7 @@ def variant_config(base: Path, name: str, overrides: list[str]) -> Config:
         "validate": {"measure": ["walk"], "min_accepted_length": 0},
         "wandb": {"mode": "disabled"},
     }
-    of_run = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(base / "store" / "config.yaml"))
-    of_run.head = OmegaConf.structured(Config).head
-    merged = OmegaConf.merge(of_run, changes, OmegaConf.from_dotlist(overrides))
-    config = OmegaConf.to_object(merged)
-    assert isinstance(config, Config)
-    config.root, config.name = str(base.parent), base.name
-    return config
+    return run_config(base, changes, overrides)
 
 
 def measure(cfg: Config) -> dict[str, Any]:

@@ -16,22 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import apart, save
-from omegaconf import OmegaConf
+from bench import apart, run_config, save, write_store
+from torch import Tensor
 
-from mtptrain import manifest
 from mtptrain.config import Config
 from mtptrain.data.documents import FILE, Document, read_documents
-from mtptrain.files import hash_json
 from mtptrain.report.measurement import measure
 from mtptrain.sizes import stored_bytes_per_token
 from mtptrain.stages.context import open_context, wanted_captures
 from mtptrain.stages.precompute import codecs
 from mtptrain.stages.train import initial_head, make_trainer, training_documents
 from mtptrain.stages.walk import walk_documents
-from mtptrain.store.format import part_fingerprint, shard_ranges
 from mtptrain.store.reader import Store
-from mtptrain.store.writer import StoreWriter
 
 TEACHER_ROWS = 4096
 HEADS: dict[str, dict[str, Any]] = {
@@ -47,11 +43,8 @@ HEADS: dict[str, dict[str, Any]] = {
 def configured(run: Path, codec: str, head: str, seed: int, overrides: list[str]) -> Config:
     final, _, aux = codec.partition("+")
     changes = HEADS[head] | {"store": {"codec": final, "aux_codec": aux or None}, "seed": seed, "wandb": {"mode": "disabled"}}
-    base = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(run / "store" / "config.yaml"))
-    base.head = OmegaConf.structured(Config).head
-    config = OmegaConf.to_object(OmegaConf.merge(base, changes, OmegaConf.from_dotlist(overrides)))
-    assert isinstance(config, Config)
-    config.root, config.name, config.head.label = str(run.parent), run.name, f"codec-{codec}-{head}-{seed}"
+    config = run_config(run, changes, overrides)
+    config.head.label = f"codec-{codec}-{head}-{seed}"
     return config
 
 
@@ -66,16 +59,13 @@ def recode(run: Path, codec: str, captures: list[str]) -> Path:
     if len(documents) != len(source.entries):
         sys.exit(f"error: {run / 'data' / FILE} holds {len(documents)} documents, the store {len(source.entries)}")
     inputs = source.manifest["inputs"] | {"recoded": codec}
-    writer = StoreWriter(folder, hash_json(inputs), *codecs(cfg.store))
-    shards = shard_ranges(documents, inputs["store.shard_tokens"])
     shutil.rmtree(folder, ignore_errors=True)
-    for shard, members in enumerate(shards):
-        states = {c: torch.cat([source.state(i, c) for i in members]) for c in captures}
-        writer.write(shard, [documents[i] for i in members], states)
+
+    def states(members: range) -> dict[str, Tensor]:
         source.release()
-    tags = {c: writer.codec(c).tag for c in captures}
-    kept = {c: {"codec": tag, "fingerprint": part_fingerprint(writer.fingerprint, c, tag)} for c, tag in tags.items()}
-    manifest.finish(folder, inputs, {"captures": kept, "shards": len(shards)})
+        return {c: torch.cat([source.state(i, c) for i in members]) for c in captures}
+
+    write_store(folder, inputs, codecs(cfg.store), documents, inputs["store.shard_tokens"], states)
     return folder
 
 

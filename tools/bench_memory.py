@@ -15,19 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import apart, save
+from bench import apart, save, write_store
 from peak import peak_bytes
 
-from mtptrain import manifest
 from mtptrain.cli import compose
 from mtptrain.data.documents import HELD_OUT, TRAIN, Document
-from mtptrain.files import hash_json
 from mtptrain.heads.layers import LayerConfig
 from mtptrain.stages.context import open_context, open_store
 from mtptrain.stages.train import initial_head, make_trainer, training_documents
 from mtptrain.store.codecs import BF16
-from mtptrain.store.format import part_fingerprint
-from mtptrain.store.writer import StoreWriter
 from mtptrain.target.tiny import make_tiny_target
 
 _DOCUMENT = 512
@@ -101,11 +97,14 @@ def _random_store(folder: Path, sizes: dict[str, int]) -> None:
         )
         for i in range(1 + sizes["tokens"] // _DOCUMENT)
     ]
-    inputs = {"made": "at random"}
-    writer = StoreWriter(folder, hash_json(inputs), BF16)
-    writer.write(0, documents, {"final": torch.randn(len(documents) * _DOCUMENT, sizes["hidden"], generator=random).bfloat16()})
-    captures = {"final": {"codec": BF16.tag, "fingerprint": part_fingerprint(writer.fingerprint, "final", BF16.tag)}}
-    manifest.finish(folder, inputs, {"captures": captures, "shards": 1})
+    write_store(
+        folder,
+        {"made": "at random"},
+        (BF16, BF16),
+        documents,
+        sizes["tokens"] + _DOCUMENT,
+        lambda members: {"final": torch.randn(len(members) * _DOCUMENT, sizes["hidden"], generator=random).bfloat16()},
+    )
 
 
 def main() -> None:

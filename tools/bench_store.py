@@ -24,18 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import save
+from bench import save, write_store
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtptrain import manifest
 from mtptrain.data.documents import TRAIN, Document
-from mtptrain.files import hash_json
 from mtptrain.store.codecs import CODECS
-from mtptrain.store.format import part_fingerprint, shard_ranges
 from mtptrain.store.reader import Store
-from mtptrain.store.writer import StoreWriter
 
 CAPTURES = {"mtp": ["final"], "eagle3": ["final", "after_1", "after_14", "after_26"]}
 _SHARD_TOKENS = 65536
@@ -66,21 +62,24 @@ def made_up(tokens: int, hidden: int) -> tuple[list[Document], States]:
     return documents, state
 
 
-def write_store(folder: Path, codec: str, documents: list[Document], state: States, captures: list[str]) -> float:
-    """Seconds of encoding, hashing and writing alone."""
-    inputs: dict[str, Any] = {"made": "for a benchmark"}
-    writer, seconds = StoreWriter(folder, hash_json(inputs), CODECS[codec]), 0.0
-    shards = shard_ranges(documents, _SHARD_TOKENS)
-    for shard, members in enumerate(shards):
-        chosen = [documents[i] for i in members]
-        states = {c: torch.cat([state(d, c) for d in chosen]) for c in captures}
+def code_speed(codec: str, hidden: int, threads: int) -> dict[str, float]:
+    """GB/s of bf16 states, encoded a shard at a time and decoded 256 tokens at a time."""
+    torch.set_num_threads(threads)
+    state_NH = torch.randn(_SHARD_TOKENS // 8, hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
+    coder, size = CODECS[codec], state_NH.numel() * 2 / 1e9
+    tensors = coder.encode(state_NH)
+    rows = range(0, len(state_NH), 256)
+    target_TH = torch.empty(256, hidden, dtype=torch.bfloat16)
+    encoded, decoded = [], []
+    for _ in range(5):
         began = time.perf_counter()
-        writer.write(shard, chosen, states)
-        seconds += time.perf_counter() - began
-    tags = {c: writer.codec(c).tag for c in captures}
-    kept = {c: {"codec": tag, "fingerprint": part_fingerprint(writer.fingerprint, c, tag)} for c, tag in tags.items()}
-    manifest.finish(folder, inputs, {"captures": kept, "shards": len(shards)})
-    return seconds
+        coder.encode(state_NH)
+        encoded.append(size / (time.perf_counter() - began))
+        began = time.perf_counter()
+        for start in rows:
+            target_TH.copy_(coder.decode(tensors, start, start + 256))
+        decoded.append(size / (time.perf_counter() - began))
+    return {"encode": statistics.median(encoded), "decode": statistics.median(decoded)}
 
 
 def write_samples(folder: Path, documents: list[Document], state: States, captures: list[str]) -> float:
@@ -141,9 +140,9 @@ def passed(kind: Reader, folder: Path, captures: list[str], seconds: float, seed
     return {"first": first, **warm}
 
 
-def in_processes(count: int, kind: Reader, folder: Path, captures: list[str], seconds: float) -> list[dict[str, float]]:
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(passed, *zip(*((kind, folder, captures, seconds, seed) for seed in range(count)), strict=True)))
+def at_once(pool: ProcessPoolExecutor, count: int, *arguments: Any) -> list[dict[str, float]]:
+    """`passed` in `count` processes, which are running already."""
+    return [task.result() for task in [pool.submit(passed, *arguments, seed) for seed in range(count)]]
 
 
 def forget(folder: Path) -> None:
@@ -178,12 +177,14 @@ def limits(folder: Path) -> dict[str, float]:
     return {"memory_gb_per_second": statistics.median(rates), "disk_gb_per_second": disk}
 
 
-def measure(folder: Path, kind: Reader, captures: list[str], tokens: int, written: float, readers: Sequence[int]) -> dict[str, Any]:
+def measure(
+    pool: ProcessPoolExecutor, folder: Path, kind: Reader, captures: list[str], tokens: int, written: float, readers: Sequence[int]
+) -> dict[str, Any]:
     size = sum(p.stat().st_size for p in folder.iterdir())
-    one = in_processes(1, kind, folder, captures, _READ_SECONDS)[0]
+    (one,) = at_once(pool, 1, kind, folder, captures, _READ_SECONDS)
     forget(folder)
-    cold = in_processes(1, kind, folder, captures, 0.0)[0]["first"]
-    several = {n: sum(r["warm"] for r in in_processes(n, kind, folder, captures, _READ_SECONDS)) for n in readers}
+    cold = at_once(pool, 1, kind, folder, captures, 0.0)[0]["first"]
+    several = {n: sum(r["warm"] for r in at_once(pool, n, kind, folder, captures, _READ_SECONDS)) for n in readers}
     return {
         "bytes_per_token": size / tokens,
         "files_per_million_tokens": len(list(folder.iterdir())) / tokens * 1e6,
@@ -200,32 +201,49 @@ def measure(folder: Path, kind: Reader, captures: list[str], tokens: int, writte
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=576)
-    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--tokens", type=int, default=60_000)
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--folder", type=Path, help="where to write; the system's folder for temporary files without it")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
-        root = Path(scratch)
+    most = max(arguments.readers)
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.folder) as scratch,
+        ProcessPoolExecutor(most, mp_context=get_context("spawn")) as pool,
+    ):
+        root, threads = Path(scratch), torch.get_num_threads()
+        list(pool.map(time.sleep, [1.0] * most))  # so that all are there, and torch with them
         found["limits"] = limits(root)
+        found["codecs"] = {f"{codec}, threads: {n}": code_speed(codec, arguments.hidden, n) for codec in CODECS for n in {1, threads}}
         documents, state = made_up(arguments.tokens, arguments.hidden)
         tokens = sum(len(d.tokens) for d in documents)
         for head, captures in CAPTURES.items():
             rows = found[head] = {}
             written = write_samples(root / "samples", documents, state, captures)
-            rows["a file a sample, bf16"] = measure(root / "samples", SampleReader, captures, tokens, written, arguments.readers)
+            rows["a file a sample, bf16"] = measure(pool, root / "samples", SampleReader, captures, tokens, written, arguments.readers)
             shutil.rmtree(root / "samples")
             for codec in CODECS:
-                written = write_store(root / codec, codec, documents, state, captures)
-                rows[f"store, {codec}"] = measure(root / codec, StoreReader, captures, tokens, written, arguments.readers)
-                shutil.rmtree(root / codec)
+                folder, coder = root / f"{head}-{codec}", CODECS[codec]
+                written = write_store(
+                    folder,
+                    {"made": "for a benchmark"},
+                    (coder, coder),
+                    documents,
+                    _SHARD_TOKENS,
+                    lambda members, wanted=captures: {c: torch.cat([state(documents[i], c) for i in members]) for c in wanted},
+                )
+                rows[f"store, {codec}"] = measure(pool, folder, StoreReader, captures, tokens, written, arguments.readers)
+                shutil.rmtree(folder)
     _print(found, arguments.readers)
     save(found, arguments.json)
 
 
 def _print(found: dict[str, Any], readers: Sequence[int]) -> None:
     print("limits: " + ", ".join(f"{name.replace('_', ' ')} {rate:.2f}" for name, rate in found["limits"].items()))
+    print("\n| codec | encodes GB/s of bf16 | decodes |\n|---|---|---|")
+    for name, speed in found["codecs"].items():
+        print(f"| {name} | {speed['encode']:.2f} | {speed['decode']:.2f} |")
     names = ", ".join(map(str, readers))
     print(
         "\n| | bytes a token | files a million tokens | written tokens/s | read: first | cold | warm | warm GB/s | a document, ms "

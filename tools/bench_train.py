@@ -4,7 +4,7 @@
     python tools/bench_train.py [--rival RIVAL/bin/python] [--vocabularies full,8192] [--rounds N] [--profile] [--json FILE] [key=value ...]
 
 Sides take turns, each in a process of its own with the same threads. `eagle3` has the rival's architecture: fc over three streams, an
-output projection of its own, trained; `mtp` is mtptrain's default head. The floor is the matrix products that the rows of an update must
+output projection of its own, trained; `lookup` is mtptrain's default head. The floor is the matrix products that the rows of an update must
 do (closed form below) at the rate measured on the spot. Without --rival only ours are measured.
 """
 
@@ -150,6 +150,7 @@ def _matrix_rate(cfg: Config, rows: int) -> float:
 def sides(vocabulary: int | None) -> dict[str, list[str]]:
     size = "null" if vocabulary is None else str(vocabulary)
     return {
+        "lookup": ["head=lookup", f"train.loss.vocabulary={size}"],
         "eagle3": ["head=eagle3", f"head.draft_vocabulary={size}", "train.loss.hidden_weight=0", "train.loss.vocabulary=null"],
         "mtp": ["head=mtp", f"train.loss.vocabulary={size}"],
     }

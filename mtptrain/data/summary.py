@@ -64,6 +64,11 @@ def _histogram(lengths: Sequence[int]) -> dict[str, int]:
     return {str(2**k): counts[k] for k in range(min(counts), max(counts) + 1)} if counts else {}
 
 
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """One line as it is: names of files and sources are no markup."""
+    console.print(f"prepare: {text}", style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_summary(console: Console, folder: Path, results: Mapping[str, Any]) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
@@ -77,17 +82,15 @@ def print_summary(console: Console, folder: Path, results: Mapping[str, Any]) ->
     console.print(table)
     for what in ("document", "response"):
         told = ", ".join(f"{n:,} from {low}" for low, n in results["all"][f"{what}_lengths"].items() if n)
-        console.print(f"prepare: {what}s by length in tokens: {told}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"{what}s by length in tokens: {told}")
     _print_audit(console, results["audit"])
     for key, words in (("rejects", "rejected"), ("dropped", "dropped"), ("unanswered_turns", "turns left unanswered")):
         if results[key]:
             told = ", ".join(f"{n} {reason}" for reason, n in results[key].items())
-            console.print(f"prepare: {words}: {told}", markup=False, highlight=False, soft_wrap=True)
+            say(console, f"{words}: {told}")
     if results["cut"]:
-        console.print(f"prepare: {results['cut']} documents cut at data.max_length", markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"prepare: {folder / 'documents.parquet'}; look at {folder / 'samples.html'}", markup=False, highlight=False, soft_wrap=True
-    )
+        say(console, f"{results['cut']} documents cut at data.max_length")
+    say(console, f"{folder / 'documents.parquet'}; look at {folder / 'samples.html'}")
 
 
 def _print_audit(console: Console, audit: Mapping[str, Any] | None) -> None:
@@ -99,7 +102,7 @@ def _print_audit(console: Console, audit: Mapping[str, Any] | None) -> None:
             f"{audit['tokens']:,} response tokens of {audit['documents']} documents scored by the target: {share:.1%} are its first "
             f"choice, {excess:+.2f} +- {error:.2f} nats against its own samples"
         )
-    console.print(f"prepare: {told}", markup=False, highlight=False, soft_wrap=True)
+    say(console, told)
 
 
 def _cells(counts: Mapping[str, Any]) -> list[str]:

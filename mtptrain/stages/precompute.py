@@ -36,7 +36,7 @@ from mtptrain.stages.context import wanted_captures
 from mtptrain.stages.parity import check_engine, check_packed
 from mtptrain.store.codec_bytes import GROUP
 from mtptrain.store.codecs import CODECS, StateCodec
-from mtptrain.store.format import TOKENS, VERSION, Rejected, part_fingerprint, read_sidecar, shards_of
+from mtptrain.store.format import TOKENS, VERSION, Rejected, read_sidecar, shards_of
 from mtptrain.store.writer import StoreWriter
 from mtptrain.target.ends import weights_hash
 from mtptrain.target.model import capture_packed, load_model, pick_device, pick_dtype, set_threads
@@ -315,9 +315,8 @@ def _summarise(folder: Path, writer: StoreWriter, shards: int, captures: list[st
     documents = sum(len(s.documents) for s in sidecars)
     if not entries:
         raise _all_rejected(documents, sidecars[0].rejected[0])
-    codecs = {c: writer.codec(c).tag for c in captures}
     return {
-        "captures": {c: {"codec": tag, "fingerprint": part_fingerprint(writer.fingerprint, c, tag)} for c, tag in codecs.items()},
+        "captures": writer.made(captures),
         "hidden_size": hidden_size,
         "shards": shards,
         "documents": len(entries),

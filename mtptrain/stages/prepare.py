@@ -33,7 +33,7 @@ from mtptrain.data.render import coloured, samples_html, samples_text
 from mtptrain.data.responses import Completed, HfGenerator, Request
 from mtptrain.data.self_prompts import Round, own_prompts, write_user_turns
 from mtptrain.data.split import deduplicated, without_overlap
-from mtptrain.data.summary import print_summary, summarise
+from mtptrain.data.summary import print_summary, say, summarise
 from mtptrain.data.template import ChatTemplate
 from mtptrain.engines.process import require_engine
 from mtptrain.engines.vllm import VllmGenerator, llm_arguments
@@ -61,6 +61,7 @@ class Work:
     documents: list[Document] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
     cut: int = 0
+    audit: dict[str, Any] | None = None
 
 
 class Target:
@@ -148,7 +149,7 @@ def run(cfg: Config, for_training: bool = False) -> None:
     template = ChatTemplate(tokenizer, stop_token_ids(folder, tokenizer))
     inputs = stage_inputs(cfg, folder, sorted(template.stop_ids))
     if manifest.is_complete(cfg.data_dir, inputs, cfg.on_stale):
-        console.print(f"prepare: {cfg.data_dir} is complete", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"{cfg.data_dir} is complete")
         return
     found = gather(cfg.data, cfg.seed)
     if for_training and not found.held_out:
@@ -166,8 +167,8 @@ def run(cfg: Config, for_training: bool = False) -> None:
     with Target(cfg, folder, sorted(template.stop_ids)) as target:
         if not keep:
             _generate(cfg, found, work, template, target)
-        audit = target.audit(work.documents)
-    _finish(cfg, console, inputs, found, work, template, audit)
+        work.audit = target.audit(work.documents)
+    _finish(cfg, console, inputs, found, work, template)
 
 
 def stage_inputs(cfg: Config, folder: Path, stop_ids: list[int]) -> dict[str, Any]:
@@ -319,15 +320,7 @@ def _write_rejects(folder: Path, rejects: Sequence[Reject]) -> None:
     write_text(folder / REJECTS, "".join(json.dumps(asdict(r)) + "\n" for r in rejects))
 
 
-def _finish(
-    cfg: Config,
-    console: Console,
-    inputs: dict[str, Any],
-    found: Gathered,
-    work: Work,
-    template: ChatTemplate,
-    audit: dict[str, Any] | None,
-) -> None:
+def _finish(cfg: Config, console: Console, inputs: dict[str, Any], found: Gathered, work: Work, template: ChatTemplate) -> None:
     documents = sorted(work.documents, key=lambda d: d.split == HELD_OUT)
     rejects = [*found.rejects, *work.rejects]
     _write_rejects(cfg.data_dir, rejects)
@@ -336,16 +329,14 @@ def _finish(
     write_documents(cfg.data_dir, documents)
     write_text(cfg.data_dir / "samples.txt", samples_text(documents[:SAMPLES], template))
     write_text(cfg.data_dir / "samples.html", samples_html(documents[:SAMPLES], template))
-    console.print(
-        "prepare: one document; what the target generates, and so what is trained, is green", markup=False, highlight=False, soft_wrap=True
-    )
+    say(console, "one document; what the target generates, and so what is trained, is green")
     console.print(coloured(documents[0], template), soft_wrap=True)
     results = summarise(documents, template.stop_ids, rejects, found.dropped, work.cut, _unanswered(work.dialogues), found.rows)
-    results["audit"] = audit
+    results["audit"] = work.audit
     manifest.finish(cfg.data_dir, inputs, results | {DOCUMENTS: hash_file(cfg.data_dir / DOCUMENTS)})
     print_summary(console, cfg.data_dir, results)
-    if audit and (told := warning(audit)):
-        console.print(f"prepare: {told}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    if work.audit and (told := warning(work.audit)):
+        say(console, told, style="bold red")
 
 
 def _unanswered(dialogues: Sequence[Dialogue]) -> Counter[str]:

@@ -22,9 +22,9 @@ from mtptrain.data.summary import summarise
 from mtptrain.errors import UserError
 from mtptrain.files import hash_file, hash_json
 from mtptrain.store.codecs import codec_of
-from mtptrain.store.format import TOKENS, Entry, Sidecar, check_content, part_fingerprint, part_path, write_sidecar
+from mtptrain.store.format import TOKENS, captures_made, check_content, part_path, write_sidecar
 from mtptrain.store.reader import Store
-from mtptrain.store.writer import write_part
+from mtptrain.store.writer import new_sidecar, write_part
 
 _AGREED_DATA = ("target", "tokenizer and template", "stop_ids")
 _AGREED_STORE = ("target", "tokenizer", "dtype", "store.codec", "store.aux_codec", "store_format")
@@ -187,29 +187,15 @@ def _write_store(
     size = tokens = done = 0
     for shard, (run, old, members) in enumerate(tqdm(kept, desc="store", unit="shard", mininterval=1, delay=2)):
         row_N = torch.cat([torch.arange(e.start, e.start + e.length) for e in (run.store.entries[i] for i in members)])
-        sidecar = Sidecar(shard=shard, fingerprint=fingerprint, tokens=len(row_N))
-        start = 0
-        for document in documents[done : done + len(members)]:
-            length = len(document.tokens)
-            entry = Entry(
-                id=document.id,
-                source=document.source,
-                split=document.split,
-                shard=shard,
-                start=start,
-                length=length,
-                spans=document.spans,
-            )
-            sidecar.documents.append(entry)
-            start += length
+        sidecar = new_sidecar(shard, fingerprint, documents[done : done + len(members)])
         for part in [TOKENS, *captures]:
             codec = run.store.sidecars[old].files[part].codec
             sidecar.files[part] = write_part(folder, fingerprint, shard, part, codec, _rows(run, old, part, row_N))
             size += sidecar.files[part].bytes
         write_sidecar(folder, sidecar)
-        done, tokens = done + len(members), tokens + start
+        done, tokens = done + len(members), tokens + sidecar.tokens
     results = {
-        "captures": {c: {"codec": tag, "fingerprint": part_fingerprint(fingerprint, c, tag)} for c, tag in tags.items()},
+        "captures": captures_made(fingerprint, tags),
         "hidden_size": kept[0][0].store.manifest["results"]["hidden_size"],
         "shards": len(kept),
         "documents": len(documents),

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from mtptrain.data.documents import Document
 from mtptrain.errors import UserError
-from mtptrain.files import hash_file, hash_json, write_json
+from mtptrain.files import hash_file, hash_json, with_hash, without_hash, write_json
 from mtptrain.manifest import DERIVED
 from mtptrain.store.codecs import codec_of
 
@@ -106,6 +106,11 @@ def part_fingerprint(store_fingerprint: str, part: str, codec: dict[str, Any] | 
     return hash_json([store_fingerprint, part, codec])
 
 
+def captures_made(fingerprint: str, tags: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the manifest of the store with this fingerprint says of its captures; `tags`: the codec of each."""
+    return {c: {"codec": tag, "fingerprint": part_fingerprint(fingerprint, c, tag)} for c, tag in tags.items()}
+
+
 def header_identity(fingerprint: str, shard: int) -> str:
     """What a part's header says about itself, so that a file of another shard or store is told by its header alone."""
     return f"{fingerprint}/{shard}"
@@ -136,20 +141,20 @@ def shards_of(inputs: dict[str, Any], documents: Sequence[Document], shard_token
 
 
 def write_sidecar(folder: Path, sidecar: Sidecar) -> None:
-    body = json.loads(json.dumps(asdict(sidecar)))
-    write_json(sidecar_path(folder, sidecar.shard), {"version": VERSION, "hash": hash_json(body), **body})
+    write_json(sidecar_path(folder, sidecar.shard), {"version": VERSION, **with_hash(asdict(sidecar))})
 
 
 def read_sidecar(folder: Path, shard: int, fingerprint: str) -> Sidecar:
     """The shard's sidecar, whole and of this store. Raises StoreDamage."""
     path = sidecar_path(folder, shard)
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        read = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StoreDamage(f"{path} is missing: shard {shard} is unfinished") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as e:
         raise StoreDamage(f"{path} is damaged ({e})") from e
-    if not isinstance(body, dict) or body.pop("version", None) != VERSION or body.pop("hash", None) != hash_json(body):
+    body = without_hash(read) if isinstance(read, dict) and read.pop("version", None) == VERSION else None
+    if body is None:
         raise StoreDamage(f"{path} is damaged or of another store version")
     if (body["shard"], body["fingerprint"]) != (shard, fingerprint):
         raise StoreDamage(f"{path} is shard {body['shard']} of another store or place")

@@ -17,7 +17,17 @@ def find_damage(folder: Path, whole: bool = True) -> Iterator[str]:
 
     `whole` hashes every file; a corrupt one is set aside, so that precompute makes it anew. Otherwise sizes and headers are looked at.
     """
-    found = manifest.require(folder, "the hidden-state store", "python -m mtptrain.precompute (with the same arguments)")
+    for seen in _look(folder, _manifest(folder), whole):
+        if isinstance(seen, str):
+            yield seen
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    return manifest.require(folder, "the hidden-state store", "python -m mtptrain.precompute (with the same arguments)")
+
+
+def _look(folder: Path, found: dict[str, Any], whole: bool) -> Iterator[Sidecar | str]:
+    """Every sidecar that can be read, and a line for everything that is not as it should be."""
     captures = list(found["results"]["captures"])
     known = {manifest.MANIFEST, manifest.STARTED, "config.yaml", "rejects.jsonl"}
     for shard in tqdm(range(found["results"]["shards"]), desc="verify", unit="shard", mininterval=1, delay=2):
@@ -27,6 +37,7 @@ def find_damage(folder: Path, whole: bool = True) -> Iterator[str]:
         except StoreDamage as damage:
             yield damage.problem
             continue
+        yield sidecar
         for part in [TOKENS, *captures]:
             try:
                 check_part(folder, sidecar, part)
@@ -41,11 +52,12 @@ def find_damage(folder: Path, whole: bool = True) -> Iterator[str]:
 
 def describe(folder: Path) -> dict[str, Any]:
     """What the store holds, from manifest and sidecars."""
-    found = manifest.require(folder, "the hidden-state store", "python -m mtptrain.precompute (with the same arguments)")
-    for problem in find_damage(folder, whole=False):
-        raise UserError(f"{problem}; `verify` looks at all of it")
+    found, sidecars = _manifest(folder), list[Sidecar]()
+    for seen in _look(folder, found, whole=False):
+        if isinstance(seen, str):
+            raise UserError(f"{seen}; `verify` looks at all of it")
+        sidecars.append(seen)
     results = found["results"]
-    sidecars: list[Sidecar] = [read_sidecar(folder, shard, hash_json(found["inputs"])) for shard in range(results["shards"])]
     entries = [entry for sidecar in sidecars for entry in sidecar.entries()]
     tokens = sum(entry.length for entry in entries)
     if not tokens:

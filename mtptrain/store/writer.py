@@ -1,7 +1,8 @@
 """Writes shards: each part's file first, the sidecar that makes them count last."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -20,6 +21,7 @@ from mtptrain.store.format import (
     Rejected,
     Sidecar,
     StoreDamage,
+    captures_made,
     check_part,
     corrupt_path,
     header_identity,
@@ -49,6 +51,10 @@ class StoreWriter:
             return BF16
         return self._codec if capture == FINAL else self._aux_codec
 
+    def made(self, captures: Iterable[str]) -> dict[str, Any]:
+        """What the manifest says of these captures."""
+        return captures_made(self.fingerprint, {c: self.codec(c).tag for c in captures})
+
     def missing(self, shard: int, captures: Sequence[str]) -> tuple[list[str], str | None]:
         """Parts of `shard` that must be made, and what is damaged (None if they simply are not there yet)."""
         parts, damage = [TOKENS, *captures], None
@@ -75,7 +81,7 @@ class StoreWriter:
         try:
             sidecar = read_sidecar(self.folder, shard, self.fingerprint)
         except StoreDamage:
-            sidecar = _new_sidecar(shard, self.fingerprint, documents)
+            sidecar = new_sidecar(shard, self.fingerprint, documents)
         try:
             check_part(self.folder, sidecar, TOKENS)
         except StoreDamage:
@@ -110,7 +116,8 @@ def _write_bytes(path: Path, payload: bytes) -> None:
     path.write_bytes(payload)
 
 
-def _new_sidecar(shard: int, fingerprint: str, documents: Sequence[Document]) -> Sidecar:
+def new_sidecar(shard: int, fingerprint: str, documents: Sequence[Document]) -> Sidecar:
+    """Of a shard that holds these documents in order; no file is in it yet."""
     entries, start = [], 0
     for d in documents:
         length = len(d.tokens)

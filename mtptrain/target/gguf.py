@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from mtptrain import __version__
-from mtptrain.errors import UserError
+from mtptrain.errors import UserError, one_line
 from mtptrain.files import write_folder_atomic, write_json
 from mtptrain.target.cache import cache_dir, locked
 
@@ -128,7 +128,7 @@ def convert(gguf: Path, folder: Path, source: dict[str, str]) -> None:
         # AutoTokenizer would parse the whole file again for the config, only to choose this class.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except Exception as e:  # damaged bytes make the reader raise anything
-        said = " ".join(str(e).split())[:200] or type(e).__name__
+        said = one_line(e)[:200]
         raise UserError(f"target.path: {gguf} is damaged or of a kind that transformers does not read ({said}); fetch it again") from e
     provenance = {
         **source,

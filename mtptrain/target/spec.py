@@ -8,9 +8,9 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from mtptrain.errors import UserError
+from mtptrain.errors import UserError, one_line
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,7 +138,11 @@ def spec_from_config(config: dict[str, Any]) -> TargetSpec:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+    return _is_number(value) and isinstance(value, int) and 0 < value < 2**31
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _check(spec: TargetSpec) -> None:
@@ -148,11 +152,11 @@ def _check(spec: TargetSpec) -> None:
             raise UserError(f"config.json: {key} is {value!r:.60}, not a positive whole number; fetch the target again")
     for key in ("rms_norm_eps", "embed_scale", "logit_scale", "residual_scale"):
         value = getattr(spec, key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value == 0:
+        if not _is_number(value) or value == 0:
             raise UserError(f"config.json: {key} is {value!r:.60}, not a number other than zero; fetch the target again")
     for key in ("logit_softcap", "attention_softcap", "sliding_window"):
         value = getattr(spec, key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf):
+        if value is not None and not (_is_number(value) and value > 0):
             raise UserError(f"config.json: {key} is {value!r:.60}, not a positive number; fetch the target again")
     if spec.num_heads % spec.num_kv_heads:
         raise UserError(
@@ -161,9 +165,9 @@ def _check(spec: TargetSpec) -> None:
     if not isinstance(spec.hidden_act, str):
         raise UserError(f"config.json: hidden_act is {spec.hidden_act!r:.60}, not a name; fetch the target again")
     theta = spec.rope.get("rope_theta")
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
+    if not (_is_number(theta) and theta > 0):
         raise UserError(f"config.json: rope_theta is {theta!r:.60}, not a positive number; fetch the target again")
-    if bad := [i for i in spec.eos_token_ids if isinstance(i, bool) or not isinstance(i, int) or i < 0]:
+    if bad := [i for i in spec.eos_token_ids if not (_is_number(i) and isinstance(i, int) and i >= 0)]:
         raise UserError(f"config.json: eos_token_id {bad[0]!r:.60} is no token id; fetch the target again")
 
 
@@ -232,10 +236,9 @@ def full_config(config: dict[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(copied.pop("model_type"), **copied)
     except StrictDataclassError as e:
-        raise UserError(f"config.json is not a valid {config['model_type']} config: {' '.join(str(e).split())}") from e
+        raise UserError(f"config.json is not a valid {config['model_type']} config: {one_line(e)}") from e
     except Exception as e:  # transformers checks little before it uses a value, so a strange one raises anything
-        said = " ".join(str(e).split()) or type(e).__name__
-        raise UserError(f"config.json is not a valid {config['model_type']} config: {said[:300]}; fetch the target again") from e
+        raise UserError(f"config.json is not a valid {config['model_type']} config: {one_line(e)[:300]}; fetch the target again") from e
 
 
 def id_list(value: int | list[int] | None) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain import cli
+from mtptrain import cli, usage
 from mtptrain.store.__main__ import parser as store_parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def test_a_documented_job_composes(command: str, tmp_path: Path) -> None:
     if words[0] == "mtptrain.store":
         assert callable(store_parser().parse_args(words[1:]).job)
         return
-    assert words[0].removeprefix("mtptrain.") in cli.JOBS
+    assert words[0].removeprefix("mtptrain.") in usage.JOBS
     if "-m" in words:
         assert len(cli.compose([w for w in words[1:] if w != "-m"], multirun=True)) > 1
         return

@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain import cli
+from mtptrain import cli, usage
 from mtptrain.config import Config
 from mtptrain.estimate import known_spec
 from mtptrain.stages import plan
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(cli.recipe_files())
+RECIPES = sorted(usage.recipe_files())
 
 
 def test_the_recipes_are_there() -> None:
     assert set(RECIPES) >= {"smollm2", "tiny", "llama1b", "llama8b", "llama70b"}
 
 
-@pytest.mark.parametrize("job", sorted(cli.JOBS))
+@pytest.mark.parametrize("job", sorted(usage.JOBS))
 def test_every_recipe_composes_for_every_job(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the job's own entry point, with its work replaced by looking at the configs."""
     entry = importlib.import_module(f"mtptrain.{job}").main
@@ -48,7 +48,7 @@ def test_a_recipe_carries_its_name_and_shape(recipe: str) -> None:
     spec = known_spec(cfg)
     assert spec.hidden_size == cfg.target.shape["hidden_size"]
     assert spec.num_heads % spec.num_kv_heads == 0
-    text = cli.recipe_files()[recipe].read_text(encoding="utf-8")
+    text = usage.recipe_files()[recipe].read_text(encoding="utf-8")
     assert text.startswith("# @package _global_\n# ")
     assert 10 <= len(text.splitlines()) <= 40
 

@@ -11,7 +11,7 @@ from mtptrain import manifest
 from mtptrain.data.documents import HELD_OUT, TRAIN, Document
 from mtptrain.files import hash_json
 from mtptrain.store.codecs import BF16, StateCodec
-from mtptrain.store.format import part_fingerprint, shard_ranges
+from mtptrain.store.format import shard_ranges
 from mtptrain.store.writer import StoreWriter
 
 
@@ -53,6 +53,4 @@ def make_store(
         writer.write(
             shard, [documents[i] for i in members], {capture: torch.cat([state[i] for i in members]) for capture, state in states.items()}
         )
-    tags = {c: writer.codec(c).tag for c in states}
-    captures |= {c: {"codec": tag, "fingerprint": part_fingerprint(writer.fingerprint, c, tag)} for c, tag in tags.items()}
-    manifest.finish(folder, inputs, {"captures": captures, "shards": len(shards)})
+    manifest.finish(folder, inputs, {"captures": captures | writer.made(states), "shards": len(shards)})

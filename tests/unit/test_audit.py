@@ -1,6 +1,8 @@
 """Whether responses are told to be the target's own: against float64, on its own samples and on another's text."""
 
+import json
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -8,11 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from mtptrain import manifest
+from mtptrain.config import Config, DataConfig, DataSource, Device, Dtype, ResponseMode, ResponsesConfig, TargetConfig
 from mtptrain.data.documents import TRAIN, Document
+from mtptrain.stages import prepare
 from mtptrain.stages.audit import sample, score, warning
 from mtptrain.target.model import load_model
 from mtptrain.target.spec import TargetSpec, read_spec
-from tests.unit.tiny import tiny_family
+from tests.unit.tiny import tiny_family, tiny_llama
 
 VOCAB = 320
 
@@ -109,13 +114,6 @@ def test_the_sample_is_spread_over_all_documents() -> None:
 
 def test_fault_11_responses_of_another_model_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole stage on kept responses that no one would say but a byte generator."""
-    import json
-    import random
-
-    from mtptrain.config import Config, DataConfig, DataSource, Device, Dtype, ResponseMode, ResponsesConfig, TargetConfig
-    from mtptrain.stages import prepare
-    from tests.unit.tiny import tiny_llama
-
     folder = tiny_llama(tmp_path / "tiny")
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij ", k=40)) for _ in range(12)]
@@ -138,6 +136,7 @@ def test_fault_11_responses_of_another_model_are_told(tmp_path: Path, capsys: py
     prepare.run(cfg)
     said = " ".join(capsys.readouterr().out.split())
     assert "scored by the target:" in said
-    assert ("WARNING: the responses are not this target's own" in said) == prepare.manifest.require(cfg.data_dir, "", "")["results"][
-        "audit"
-    ]["anothers"]
+    audit = manifest.require(cfg.data_dir, "", "")["results"]["audit"]
+    assert audit["documents"] == 12
+    assert audit["anothers"]
+    assert "WARNING: the responses are not this target's own" in said

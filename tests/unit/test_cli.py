@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtptrain import cli
+from mtptrain import cli, usage
 from mtptrain.config import Config
 from mtptrain.errors import UserError
 
@@ -293,16 +293,16 @@ def test_mistakes_in_own_recipes(text: str, expected: str, tmp_path: Path, capsy
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", sorted(cli.JOBS))
+@pytest.mark.parametrize("name", sorted(usage.JOBS))
 def test_help_names_recipes_and_jobs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(Calls(), name, ["--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: python -m mtptrain.{name} +recipe=NAME")
-    for word in [*cli.JOBS, *cli.recipe_files(), "--cfg job", "--config-dir"]:
+    for word in [*usage.JOBS, *usage.recipe_files(), "--cfg job", "--config-dir"]:
         assert word in out
 
 
-@pytest.mark.parametrize("name", sorted(cli.JOBS))
+@pytest.mark.parametrize("name", sorted(usage.JOBS))
 def test_a_job_module_holds_only_main(name: str) -> None:
     module = importlib.import_module(f"mtptrain.{name}")
     own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
@@ -326,6 +326,6 @@ def test_as_a_process() -> None:
 
 
 def test_nothing_heavy_is_imported_before_the_config_is_valid() -> None:
-    jobs = ", ".join(f"mtptrain.{name}" for name in cli.JOBS)
+    jobs = ", ".join(f"mtptrain.{name}" for name in usage.JOBS)
     code = f"import sys, {jobs}\nmtptrain.cli.compose(['+recipe=tiny'])\nprint('mtptrain.cli' in sys.modules, 'torch' in sys.modules)"
     assert _python("-c", code).stdout == "True False\n"

@@ -11,7 +11,7 @@ import signal
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtptrain.checkpoint import load_checkpoint, save_checkpoint
-from mtptrain.cli import compose, config_dir
+from mtptrain.cli import compose
 from mtptrain.config import Config
 from mtptrain.data.readers import Record, Reject, read_records
 from mtptrain.errors import UserError
@@ -33,6 +33,7 @@ from mtptrain.store.codecs import INT8
 from mtptrain.store.reader import Store
 from mtptrain.target import gguf as gguf_target
 from mtptrain.target.spec import TargetSpec, read_spec
+from mtptrain.usage import config_dir
 from tests.unit.stores import make_store, random_documents, random_state
 from tests.unit.tiny import FAMILY_KEYS, tiny_family
 
@@ -159,6 +160,33 @@ def many(examples: int) -> Callable[[Any], Any]:
     return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+def on_values(examples: int, values: Sequence[Any], attempt: Callable[[Any], object], most: int = 1) -> None:
+    """`attempt` with one of the values after up to `most` mutations of its structure."""
+
+    @many(examples)
+    @given(value=st.sampled_from(values), mutations=st.lists(STRUCTURAL, min_size=1, max_size=most))
+    def one(value: Any, mutations: list[Mutation]) -> None:
+        for mutation in mutations:
+            value = mutated(value, mutation) if isinstance(value, dict | list) else value
+        attempt(value)
+
+    one()
+
+
+def on_bytes(examples: int, content: bytes, attempt: Callable[[bytes], object], most: int = 1) -> None:
+    """`attempt` with the content after up to `most` mutations of its bytes."""
+
+    @many(examples)
+    @given(mutations=st.lists(BYTES, min_size=1, max_size=most))
+    def one(mutations: list[Mutation]) -> None:
+        changed = content
+        for mutation in mutations:
+            changed = bytes_mutated(changed, mutation)
+        attempt(changed)
+
+    one()
+
+
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "source": "s", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
     {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}], "tools": [{"type": "function"}]},
@@ -187,26 +215,12 @@ def test_rows_of_data_files(tmp_path: Path) -> None:
             json.dumps([row.id, row.source, row.messages, row.tools])
         return layer
 
-    @many(1500)
-    @given(which=st.integers(0, len(ROWS) - 1), mutations=st.lists(STRUCTURAL, min_size=1, max_size=3))
-    def structural(which: int, mutations: list[Mutation]) -> None:
-        row: Any = ROWS[which]
-        for mutation in mutations:
-            row = mutated(row, mutation) if isinstance(row, dict | list) else mutation[2]
-        file.write_text(json.dumps(row) + "\n")
-        fuzz.attempt(read)
-
-    @many(500)
-    @given(mutations=st.lists(BYTES, min_size=1, max_size=4))
-    def of_bytes(mutations: list[Mutation]) -> None:
-        content = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-        for mutation in mutations:
-            content = bytes_mutated(content, mutation)
+    def attempt(content: bytes) -> None:
         file.write_bytes(content)
         fuzz.attempt(read)
 
-    structural()
-    of_bytes()
+    on_values(1500, ROWS, lambda row: attempt(json.dumps(row).encode() + b"\n"), most=3)
+    on_bytes(500, "".join(json.dumps(row) + "\n" for row in ROWS).encode(), attempt, most=4)
     fuzz.finish(2000)
 
 
@@ -222,23 +236,12 @@ def test_recipes(tmp_path: Path) -> None:
         assert [type(c) for c in configs] == [Config]
         return "accepted"
 
-    @many(90)
-    @given(mutations=st.lists(STRUCTURAL, min_size=1, max_size=2))
-    def structural(mutations: list[Mutation]) -> None:
-        changed = recipe
-        for mutation in mutations:
-            changed = mutated(changed, mutation) if isinstance(changed, dict) else changed
-        file.write_text("# @package _global_\n" + yaml.safe_dump(changed))
+    def attempt(content: bytes) -> None:
+        file.write_bytes(content)
         fuzz.attempt(read)
 
-    @many(30)
-    @given(mutation=BYTES)
-    def of_bytes(mutation: Mutation) -> None:
-        file.write_bytes(bytes_mutated(text.encode(), mutation))
-        fuzz.attempt(read)
-
-    structural()
-    of_bytes()
+    on_values(90, [recipe], lambda changed: attempt(f"# @package _global_\n{yaml.safe_dump(changed)}".encode()), most=2)
+    on_bytes(30, text.encode(), attempt)
     fuzz.finish(120)
 
 
@@ -264,22 +267,16 @@ def test_indexes_of_a_store(store: Path, name: str) -> None:
         assert _whole(store) == sound
         return "accepted"
 
-    @many(400)
-    @given(mutation=STRUCTURAL)
-    def structural(mutation: Mutation) -> None:
-        changed = mutated(json.loads(text), mutation)
-        file.write_text(json.dumps(changed))
-        layer = fuzz.attempt(read)
+    def attempt(content: bytes) -> str:
+        file.write_bytes(content)
+        return fuzz.attempt(read)
+
+    def of_value(changed: Any) -> None:
+        layer = attempt(json.dumps(changed).encode())
         assert (layer == "accepted") == (json.dumps(changed, sort_keys=True) == json.dumps(json.loads(text), sort_keys=True))
 
-    @many(150)
-    @given(mutation=BYTES)
-    def of_bytes(mutation: Mutation) -> None:
-        file.write_bytes(bytes_mutated(text.encode(), mutation))
-        fuzz.attempt(read)
-
-    structural()
-    of_bytes()
+    on_values(400, [json.loads(text)], of_value)
+    on_bytes(150, text.encode(), attempt)
     fuzz.finish(550)
 
 
@@ -314,21 +311,10 @@ def test_headers_of_a_stores_files(store: Path, part: str, forged: bool) -> None
         fuzz.attempt(read)
         format.corrupt_path(file).unlink(missing_ok=True)
 
-    @many(250)
-    @given(mutation=STRUCTURAL)
-    def structural(mutation: Mutation) -> None:
-        text = json.dumps(mutated(header, mutation)).encode()
+    def with_header(changed: Any) -> None:
+        text = json.dumps(changed).encode()
         text += b" " * (-len(text) % 8)
         attempt(struct.pack("<Q", len(text)) + text + data)
-
-    @many(150)
-    @given(mutation=BYTES)
-    def of_bytes(mutation: Mutation) -> None:
-        attempt(
-            content[: 8 + size] + bytes_mutated(data, mutation)[: len(data)].ljust(len(data), b"x")
-            if forged
-            else bytes_mutated(content, mutation)
-        )
 
     @many(300)
     @given(name=st.sampled_from(sorted(n for n in header if n != "__metadata__")), change=st.integers(0, 5), other=st.sampled_from(_DTYPES))
@@ -351,12 +337,13 @@ def test_headers_of_a_stores_files(store: Path, part: str, forged: bool) -> None
             names = [n for n in new if n != "__metadata__"]
             swapped = names[(names.index(name) + 1) % len(names)]
             new[name], new[swapped] = new[swapped], new[name]
-        text = json.dumps(new).encode()
-        text += b" " * (-len(text) % 8)
-        attempt(struct.pack("<Q", len(text)) + text + data)
+        with_header(new)
 
-    structural()
-    of_bytes()
+    on_values(250, [header], with_header)
+    if forged:
+        on_bytes(150, data, lambda changed: attempt(content[: 8 + size] + changed[: len(data)].ljust(len(data), b"x")))
+    else:
+        on_bytes(150, content, attempt)
     sound_headers()
     fuzz.finish(420, past_parser=0.3 if forged else 0.0)
 
@@ -375,22 +362,14 @@ def test_checkpoints(tmp_path: Path) -> None:
         assert {key: found[key] for key in state} == state
         return "accepted"
 
-    @many(300)
-    @given(mutation=STRUCTURAL)
-    def of_state(mutation: Mutation) -> None:
-        (folder / "head.safetensors").write_bytes(content)
-        (folder / "state.json").write_text(json.dumps(mutated(json.loads(text), mutation)))
+    def attempt(weights: bytes, state: bytes) -> None:
+        (folder / "head.safetensors").write_bytes(weights)
+        (folder / "state.json").write_bytes(state)
         fuzz.attempt(read)
 
-    @many(200)
-    @given(mutation=BYTES, weights=st.booleans())
-    def of_bytes(mutation: Mutation, weights: bool) -> None:
-        (folder / "head.safetensors").write_bytes(bytes_mutated(content, mutation) if weights else content)
-        (folder / "state.json").write_bytes(text.encode() if weights else bytes_mutated(text.encode(), mutation))
-        fuzz.attempt(read)
-
-    of_state()
-    of_bytes()
+    on_values(300, [json.loads(text)], lambda changed: attempt(content, json.dumps(changed).encode()))
+    on_bytes(100, text.encode(), lambda changed: attempt(content, changed))
+    on_bytes(100, content, lambda changed: attempt(changed, text.encode()))
     fuzz.finish(500)
 
 
@@ -405,16 +384,11 @@ def test_files_that_a_run_appends_to(tmp_path: Path) -> None:
         assert all(isinstance(row, dict) for row in rows)
         return "accepted"
 
-    @many(400)
-    @given(mutations=st.lists(BYTES, min_size=1, max_size=3))
-    def of_bytes(mutations: list[Mutation]) -> None:
-        changed = content
-        for mutation in mutations:
-            changed = bytes_mutated(changed, mutation)
+    def attempt(changed: bytes) -> None:
         file.write_bytes(changed)
         fuzz.attempt(read)
 
-    of_bytes()
+    on_bytes(400, content, attempt, most=3)
     fuzz.finish(400)
 
 
@@ -430,16 +404,11 @@ def test_configs_of_targets(tmp_path: Path, model_type: str) -> None:
         assert isinstance(read_spec(folder), TargetSpec)
         return "accepted"
 
-    @many(300)
-    @given(mutations=st.lists(STRUCTURAL, min_size=1, max_size=2))
-    def structural(mutations: list[Mutation]) -> None:
-        changed: Any = config
-        for mutation in mutations:
-            changed = mutated(changed, mutation) if isinstance(changed, dict) else changed
+    def attempt(changed: Any) -> None:
         file.write_text(json.dumps(changed))
         fuzz.attempt(read)
 
-    structural()
+    on_values(300, [config], attempt, most=2)
     fuzz.finish(300)
 
 
