@@ -234,7 +234,7 @@ class DataConfig:
     max_rejects: float = 0.05
     """Share of rejected records above which the job stops before spending anything."""
     audit_documents: int = 16
-    """Documents whose responses the target scores itself, to see whether they are its own (transformers' backends only); 0: none."""
+    """Documents whose responses the target scores itself, to see whether they are its own (not with precompute.backend=vllm); 0: none."""
 
     def __post_init__(self) -> None:
         if self.source is DataSource.files:

@@ -2,13 +2,21 @@
 
 
 class UserError(Exception):
-    """Something the user can mend. The message says what, where (file, line, key) and what to do."""
+    """Something the user can mend. The message says what, where (file, line, key) and what to do; always one line."""
 
-
-def one_line(error: BaseException) -> str:
-    """What another library's exception says, or its kind where it says nothing."""
-    return " ".join(str(error).split()) or type(error).__name__
+    def __init__(self, message: str) -> None:
+        super().__init__(in_line(message))
 
 
 class StaleError(UserError):
     """A finished stage was made from other inputs than the ones asked for now."""
+
+
+def in_line(text: str) -> str:
+    """Without the ends of lines that other libraries' messages have."""
+    return " ".join(line.strip() for line in text.splitlines())
+
+
+def one_line(error: BaseException) -> str:
+    """What another library's exception says, or its kind where it says nothing."""
+    return in_line(str(error)) or type(error).__name__

@@ -2,7 +2,7 @@
 """Break a stage at many points, run the same command again, and compare its folder with that of a run left alone.
 
     python tools/fault_test.py [--stage prepare|precompute|train|validate|export] [--fault kill|term|big|full|readonly] [--points N]
-                               [--seed S] [--json FILE] [key=value ...]
+                               [--engine] [--seed S] [--json FILE] [key=value ...]
 
 kill    SIGKILL: half of the points at a random moment, half at a random one of the moments before a file is synced (what was not synced
         before is cut at a random place first, as a power cut would), between sync and rename, and after the rename
@@ -13,6 +13,7 @@ readonly  a tmpfs that may only be read: status 2 and one line; the second run m
 
 Everything is compared but what differs between two runs left alone (durations; printed). A stage that is started again is given every
 earlier stage's folder as it was. Stages run in forks of this process, which has imported everything before, on the tiny recipe.
+With --engine a real vLLM answers, computes the states and measures; what it leaves in its job folder is not compared.
 """
 
 import argparse
@@ -57,7 +58,18 @@ TINY = [
     "validate.documents=3",
     "validate.reference_documents=1",
 ]
+ENGINE = [
+    "data.responses.backend=vllm",
+    "precompute.backend=vllm",
+    "validate.measure=[walk,reference,vllm]",
+    "engine.python=auto",
+    "engine.kv_cache_gib=1",
+    "target.shape.hidden_size=128",
+    "target.shape.head_dim=32",  # the smallest that vLLM's CPU attention has
+]
 _UNSEEN = {".lock"}
+_JOB = "engine"
+"""The folder of an engine's process."""
 _SHOWS_DURATIONS = {"report.html"}
 """Compared by being there."""
 _WITHOUT_ORDER = {"responses.jsonl"}
@@ -214,6 +226,8 @@ def leaves(folder: Path) -> dict[str, Any]:
     """Everything below a folder that can be compared: a JSON value by file and key, the bytes of any other file."""
     found: dict[str, Any] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in _UNSEEN):
+        if _JOB in path.relative_to(folder).parts:
+            continue
         name = str(path.relative_to(folder))
         found[name] = "there"
         if path.suffix == ".json":
@@ -362,6 +376,7 @@ def main() -> int:
     parser.add_argument("--stage", choices=STAGES, help="all of them without it")
     parser.add_argument("--fault", choices=FAULTS, default="kill")
     parser.add_argument("--points", type=int, default=10)
+    parser.add_argument("--engine", action="store_true", help="with a real vLLM")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grace", type=float, default=10.0)
     parser.add_argument("--json", type=Path)
@@ -370,7 +385,7 @@ def main() -> int:
         sys.exit(f"error: {bad[0]} is neither an option nor key=value")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), overrides)
+        bench = Bench(Path(folder), [*(ENGINE if arguments.engine else []), *overrides])
         for stage in STAGES:
             if arguments.stage not in (None, stage):
                 ended = bench.run(stage)

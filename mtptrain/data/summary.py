@@ -84,6 +84,10 @@ def print_summary(console: Console, folder: Path, results: Mapping[str, Any]) ->
         told = ", ".join(f"{n:,} from {low}" for low, n in results["all"][f"{what}_lengths"].items() if n)
         say(console, f"{what}s by length in tokens: {told}")
     _print_audit(console, results["audit"])
+    if (rendering := results["rendering"]) is None:
+        say(console, "prompts were not compared with an engine's own (no engine answered; validate compares them)")
+    else:
+        say(console, f"prompts of {rendering['dialogues']} dialogues: {rendering['equal']} are the engine's own, token for token")
     for key, words in (("rejects", "rejected"), ("dropped", "dropped"), ("unanswered_turns", "turns left unanswered")):
         if results[key]:
             told = ", ".join(f"{n} {reason}" for reason, n in results[key].items())
@@ -95,7 +99,7 @@ def print_summary(console: Console, folder: Path, results: Mapping[str, Any]) ->
 
 def _print_audit(console: Console, audit: Mapping[str, Any] | None) -> None:
     if audit is None:
-        told = "responses were not scored (data.audit_documents=0, or an engine runs the target)"
+        told = "responses were not scored (data.audit_documents=0, or precompute.backend=vllm)"
     else:
         share, excess, error = audit["first_choice_share"], audit["excess_nats"], audit["excess_standard_error"]
         told = (

@@ -6,17 +6,25 @@ record), or UserError (`check_*`, the template as a whole), with the reason.
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from mtptrain.errors import UserError
+from mtptrain.target.tokenizer import load_tokenizer, stop_token_ids
 
 Message = dict[str, Any]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING = "<think>\nwhy\n</think>\n\n"
 _ASKED, _WORD = "Why?", "Quokka"
+
+
+def load_template(folder: Path, trust_remote_code: bool) -> "ChatTemplate":
+    """Of the target in `folder`."""
+    tokenizer = load_tokenizer(folder, trust_remote_code)
+    return ChatTemplate(tokenizer, stop_token_ids(folder, tokenizer))
 
 
 class Inexact(Exception):

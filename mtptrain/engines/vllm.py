@@ -65,6 +65,8 @@ class EngineRun:
     """Drafts the scheduler changed after the drafter proposed them."""
     speed: list[dict[str, Any]] = field(default_factory=list)
     """Rows of batch_size, requests, tokens, seconds."""
+    rendered: list[list[int] | str] = field(default_factory=list)
+    """Of each of the job's dialogues the prompt's tokens, or why the engine refused it."""
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -112,8 +114,9 @@ def answer_job(
     prompts: Sequence[Prompt],
     stop_ids: Iterable[int],
     batch_sizes: Sequence[int] = (),
+    dialogues: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """A job that answers every prompt greedily. UserError for one that does not fit."""
+    """A job that answers every prompt greedily, and renders dialogues ({"messages", "tools"}). UserError for a prompt that does not fit."""
     for prompt in prompts:
         if len(prompt.tokens) + prompt.max_tokens > arguments["max_model_len"]:
             raise UserError(
@@ -124,6 +127,7 @@ def answer_job(
         "llm": arguments,
         "stop_ids": sorted(stop_ids),
         "batch_sizes": list(batch_sizes),
+        "dialogues": list(dialogues),
     }
 
 
@@ -141,6 +145,8 @@ def answer(
         match row["event"]:
             case "loaded":
                 run.load_seconds = row["seconds"]
+            case "rendered":
+                run.rendered.append(_rendered(row))
             case "response":
                 run.answers[row["id"]] = Answer(row["tokens"], row["stopped"], [Step(*step) for step in row["trace"]])
                 yield name, row["id"], run.answers[row["id"]]
@@ -150,6 +156,10 @@ def answer(
             case "speed":
                 run.speed.append({k: row[k] for k in ("batch_size", "requests", "tokens", "seconds")})
     yield name, run
+
+
+def _rendered(row: dict[str, Any]) -> list[int] | str:
+    return row["tokens"] if "tokens" in row else row["refused"]
 
 
 def run_to_end(
@@ -168,12 +178,22 @@ def run_to_end(
 class VllmGenerator:
     """Answers requests in one engine process that lives from the first of them to `close`; as data/responses.py's generator does."""
 
-    def __init__(self, cfg: Config, engine: Engine, folder: Path, arguments: dict[str, Any], stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        engine: Engine,
+        folder: Path,
+        arguments: dict[str, Any],
+        stop_ids: Sequence[int],
+        dialogues: Sequence[dict[str, Any]] = (),
+    ) -> None:
         self._cfg, self._folder, self._batches = cfg, folder, 0
+        self.rendered: list[list[int] | str] = []
+        """Of each of the dialogues ({"messages", "tools"}), once something was answered: the prompt's tokens, or why it was refused."""
         if pick_device(cfg.device).type == "cpu":  # vLLM sets a request's random stream back after a part of its prompt; a CPU's it cannot
             whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(_PREFILL_TOKENS, arguments["max_model_len"])}
             arguments = whole | arguments
-        job = {"kind": "answer", "llm": arguments, "stop_ids": sorted(stop_ids)}
+        job = {"kind": "answer", "llm": arguments, "stop_ids": sorted(stop_ids), "dialogues": list(dialogues)}
         self._process = EngineProcess(cfg, engine, folder, {"answer": job}, [])
         self._process.__enter__()
 
@@ -193,7 +213,9 @@ class VllmGenerator:
         write_requests(self._folder / f"requests.{self._batches}.jsonl", rows)
         self._batches += 1
         for row in self._process.rows("batch"):
-            if row["event"] == "response":
+            if row["event"] == "rendered":
+                self.rendered.append(_rendered(row))
+            elif row["event"] == "response":
                 yield [Completed(row["id"], row["tokens"], hit_limit=not row["stopped"])]
 
     def close(self, failed: bool = False) -> None:

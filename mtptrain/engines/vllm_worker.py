@@ -5,13 +5,15 @@
 Kinds of job (jobs.json; `llm` holds vLLM's own arguments):
 
     generate   every request answered; a row {"event": "response", "id", "tokens", "stopped", "trace"} each as it ends, then
-               {"event": "run", "tokens", "seconds", "counters"}. `trace`: see vllm_trace.py; [] without speculation. Afterwards some
+               {"event": "run", "tokens", "seconds", "counters"}. `trace`: see vllm_trace.py; [] without speculation. First, of each
+               of `dialogues` ({"messages", "tools"}), the prompt that vLLM makes: {"event": "rendered", "tokens"}. Afterwards some
                requests again for each of `batch_sizes`, only timed: {"event": "speed", "batch_size", "tokens", "seconds"}
     answer     requests.0.jsonl, requests.1.jsonl, ... answered as they are written, each closed by {"event": "batch"}, until there is
-               a file requests.end; rows are those of `generate`
+               a file requests.end; rows, and `dialogues`, are those of `generate`
     capture    hidden states of whole documents, a group of them (a shard) a file: {"event": "shard", "shard", "file"}
 """
 
+import copy
 import itertools
 import json
 import os
@@ -110,6 +112,26 @@ def _load(job: dict[str, Any], emit: Emit) -> Any:
     return llm
 
 
+def _render(llm: Any, job: dict[str, Any], emit: Emit) -> None:
+    """The prompts that vLLM's chat calls make of the job's dialogues: {"event": "rendered", "tokens"} each, or `refused` and why."""
+    if not job.get("dialogues"):
+        return
+    from vllm.renderers import ChatParams
+    from vllm.renderers.registry import renderer_from_config
+
+    config = copy.copy(llm.llm_engine.vllm_config)
+    config.model_config = copy.copy(config.model_config)
+    config.model_config.skip_tokenizer_init = False
+    renderer = renderer_from_config(config)
+    for dialogue in job["dialogues"]:
+        options = {"add_generation_prompt": True, "continue_final_message": False, "tools": dialogue["tools"], "tokenize": False}
+        try:
+            _, (prompt,) = renderer.render_chat([dialogue["messages"]], ChatParams(chat_template_kwargs=options))
+            emit("rendered", tokens=list(prompt["prompt_token_ids"]))
+        except Exception as e:  # a template raises what it likes
+            emit("rendered", refused=_one_line(e))
+
+
 def _submit(engine: Any, requests: list[dict[str, Any]], job: dict[str, Any]) -> None:
     """Requests hold `id`, `prompt` (token ids), `max_tokens` and, where sampled, `temperature`, `top_p` and `seed`."""
     from vllm import SamplingParams
@@ -138,6 +160,7 @@ def _generate(folder: Path, job: dict[str, Any], emit: Emit) -> None:
     from mtptrain.engines.vllm_trace import Trace, counters
 
     llm = _load(job, emit)
+    _render(llm, job, emit)
     engine = llm.llm_engine
     trace = Trace(engine) if job["llm"].get("speculative_config") else None
     requests = _requests(folder / "requests.jsonl")
@@ -175,8 +198,9 @@ def _answer_all(engine: Any, requests: list[dict[str, Any]], job: dict[str, Any]
 
 
 def _answer(folder: Path, job: dict[str, Any], emit: Emit) -> None:
-    engine = _load(job, emit).llm_engine
-    number = 0
+    llm = _load(job, emit)
+    _render(llm, job, emit)
+    engine, number = llm.llm_engine, 0
     while True:
         batch = folder / f"requests.{number}.jsonl"
         if batch.exists():

@@ -39,6 +39,8 @@ def print_report(report: dict[str, Any]) -> None:
         console.print(_speed_table(report["speed"]["rows"]))
     for line in _agreement(report["certificate"]):
         console.print(line, highlight=False)
+    if rendering := report.get("rendering"):
+        console.print(f"prompts equal in engine and tokenizer: {rendering['equal']} of {rendering['dialogues']} dialogues", highlight=False)
 
 
 def print_comparison(record: dict[str, Any]) -> None:

@@ -23,6 +23,8 @@ expected_at_temperature_1
                       sampling: {"greedy_draft", "sampled_draft": {"accept_rate_by_step", "expected_accepted_length"}, "rows", "note"},
                       expectations from stored states over every valid row, nothing drawn (stages/walk.py); rates of a step without rows
                       are null
+rendering             {"dialogues", "equal", "first", "told"}: prompts made by the engine and by the target's tokenizer
+                      (stages/rendering.py); null without an engine
 codec_error           of the states that training read: codec and mean relative error of each capture, the teacher's divergence (nats) and
                       changed first choices, over `rows` held-out rows coded for the purpose (stages/codec_error.py)
 gate                  thresholds, and whether they are met
@@ -79,4 +81,6 @@ def gate(report: dict[str, Any], min_accepted_length: float, max_disagreement: f
             if compared and 1 - compared[kind] > max_disagreement:
                 names = " and ".join(compared["between"])
                 reasons.append(f"{kind} of {names} {compared[kind]:.4f} is below 1 - validate.max_disagreement={max_disagreement}")
+    if (rendering := report.get("rendering")) and rendering["told"]:
+        reasons.append(rendering["told"])
     return {"min_accepted_length": min_accepted_length, "max_disagreement": max_disagreement, "open": not reasons, "reasons": reasons}

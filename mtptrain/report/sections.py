@@ -103,7 +103,7 @@ def certificate(report: dict[str, Any]) -> Section | None:
     panels = []
     if found:
         note = f"A tie counts as agreement: {found['tie']}." if found.get("tie") else ""
-        panels.append(Panel(title="Agreement, token for token", note=note, table=_agreement(found)))
+        panels.append(Panel(title="Agreement, token for token", note=note, table=_agreement(found, report.get("rendering"))))
         if found.get("output_divergences"):
             panels.append(Panel(title="Outputs that differ", table=_divergences(found["output_divergences"])))
         if found.get("differing_drafts"):
@@ -115,7 +115,7 @@ def certificate(report: dict[str, Any]) -> Section | None:
     return Section("certificate", "Certificate", "Whether the measurements saw the same head, and what sampling would accept.", panels)
 
 
-def _agreement(found: dict[str, Any]) -> Table:
+def _agreement(found: dict[str, Any], rendering: dict[str, Any] | None) -> Table:
     between = " and ".join(name_of(n) for n in found.get("between") or [])
     drafted = [
         f"drafted tokens, {between}" if between else "drafted tokens",
@@ -135,6 +135,9 @@ def _agreement(found: dict[str, Any]) -> Table:
     if found.get("target_agreement") is not None:
         served = [percent(found["target_agreement"], 2), percent(found.get("raw_target_agreement"), 2)]
         rows.append(["the engine's target, with transformers'", *served, count(found.get("target_tokens_compared")), ""])
+    if rendering:
+        share = percent(rendering["equal"] / rendering["dialogues"], 2)
+        rows.append(["the engine's prompts, with the tokenizer's", share, share, count(rendering["dialogues"]), ""])
     return Table(["", "agree", "not counting ties", "compared", "ties"], rows)
 
 

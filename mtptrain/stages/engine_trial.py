@@ -20,6 +20,7 @@ from tqdm import tqdm
 from mtptrain.batches import Batch
 from mtptrain.config import Config, HeadKind
 from mtptrain.data.packing import pack
+from mtptrain.data.template import load_template
 from mtptrain.decoding.compare import Agreement
 from mtptrain.decoding.reference import MANTISSA, top_logits
 from mtptrain.decoding.replay import replay_drafts
@@ -35,10 +36,10 @@ from mtptrain.heads.head import DraftHead
 from mtptrain.heads.lm_head import LmHead, lm_head_of
 from mtptrain.heads.unroll import rows_of
 from mtptrain.stages.context import Context
+from mtptrain.stages.rendering import compare, probes
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import load_ends, weights_hash
 from mtptrain.target.model import capture_packed, load_model
-from mtptrain.target.tokenizer import load_tokenizer, stop_token_ids
 
 _BATCH_TOKENS = 2048
 _CHUNK_ROWS = 512
@@ -90,13 +91,15 @@ def run_trials(
     """
     prompts = _prompts(store, documents)
     longest = max(len(p.tokens) + p.max_tokens for p in prompts)
-    stop_ids = stop_token_ids(context.folder, load_tokenizer(context.folder, cfg.target.trust_remote_code))
+    template = load_template(context.folder, cfg.target.trust_remote_code)
+    stop_ids = sorted(template.stop_ids)
     jobs = {}
     for name, draft in drafts.items():
         speculative = draft and draft | {"num_speculative_tokens": cfg.validate.k}
         arguments = llm_arguments(cfg, context.folder, context.spec, longest, speculative)
         arguments["max_num_seqs"] = max([cfg.engine.batch_size, *cfg.validate.batch_sizes])
-        jobs[name] = answer_job(arguments, prompts, stop_ids, batch_sizes=cfg.validate.batch_sizes)
+        dialogues = [p.asked() for p in probes(template)] if name == NONE else []
+        jobs[name] = answer_job(arguments, prompts, stop_ids, cfg.validate.batch_sizes, dialogues)
     folder = cfg.report_dir / RUNS
     about = {
         "prompts": hash_json([asdict(p) for p in prompts]),
@@ -115,6 +118,11 @@ def run_trials(
 
         run_to_end("vLLM", len(left) * len(prompts), answer(cfg, engine, cfg.report_dir / "engine", left, prompts), keep)
     return {name: runs[name] for name in jobs}
+
+
+def rendering(cfg: Config, context: Context, plain: EngineRun) -> dict[str, Any] | None:
+    """Whether the run without speculation made of dialogues what the tokenizer makes of them (rendering.compare)."""
+    return compare(probes(load_template(context.folder, cfg.target.trust_remote_code)), plain.rendered)
 
 
 def _lasting(job: dict[str, Any]) -> dict[str, Any]:

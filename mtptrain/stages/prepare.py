@@ -34,21 +34,24 @@ from mtptrain.data.responses import Completed, HfGenerator, Request
 from mtptrain.data.self_prompts import Round, own_prompts, write_user_turns
 from mtptrain.data.split import deduplicated, without_overlap
 from mtptrain.data.summary import print_summary, say, summarise
-from mtptrain.data.template import ChatTemplate
+from mtptrain.data.template import ChatTemplate, load_template
 from mtptrain.engines.process import require_engine
 from mtptrain.engines.vllm import VllmGenerator, llm_arguments
 from mtptrain.errors import UserError
 from mtptrain.files import append_jsonl, hash_file, hash_json, read_jsonl_durable, write_text
 from mtptrain.stages.audit import sample, score, warning
+from mtptrain.stages.rendering import Rendering, compare, probes
 from mtptrain.target.ends import weights_hash
 from mtptrain.target.model import load_model, pick_device, pick_dtype, set_threads
 from mtptrain.target.resolve import resolve_target
 from mtptrain.target.spec import read_spec
-from mtptrain.target.tokenizer import load_tokenizer, stop_token_ids, tokenizer_hash
+from mtptrain.target.tokenizer import tokenizer_hash
 
 REJECTS = "rejects.jsonl"
 SELF_TURNS = "self_turns.jsonl"
 SAMPLES = 20
+_RENDERED = 16
+"""Of the data's own dialogues: how many an engine's prompts are compared on."""
 _FREE_KEYS = ("train", "held_out", "max_rejects", "audit_documents", "responses.batch_size", "responses.backend")
 """data.* options that don't decide what the documents are, or are replaced by content hashes."""
 
@@ -62,13 +65,14 @@ class Work:
     rejects: list[Reject] = field(default_factory=list)
     cut: int = 0
     audit: dict[str, Any] | None = None
+    rendering: dict[str, Any] | None = None
 
 
 class Target:
     """The target as a generator, loaded (or its engine started) when something must be generated and not before."""
 
-    def __init__(self, cfg: Config, folder: Path, stop_ids: list[int]) -> None:
-        self.cfg, self.folder, self.stop_ids = cfg, folder, stop_ids
+    def __init__(self, cfg: Config, folder: Path, stop_ids: list[int], dialogues: Sequence[Rendering]) -> None:
+        self.cfg, self.folder, self.stop_ids, self.dialogues = cfg, folder, stop_ids, dialogues
         self._model: PreTrainedModel | None = None
         self._vllm: VllmGenerator | None = None
 
@@ -87,10 +91,15 @@ class Target:
         return self._generate(requests, o.max_new_tokens, o.temperature, o.top_p)
 
     def audit(self, documents: Sequence[Document]) -> dict[str, Any] | None:
-        """Whether a sample of the responses is the target's own; None where transformers does not run it, or there is nothing to score."""
-        local = self.cfg.data.responses.backend is ResponseBackend.hf and self.cfg.precompute.backend is PrecomputeBackend.hf
+        """Whether a sample of the responses is the target's own; None where transformers never runs it, or there is nothing to score."""
+        self._close_engine(failed=False)
         chosen = sample(documents, self.cfg.data.audit_documents)
+        local = self.cfg.precompute.backend is PrecomputeBackend.hf
         return score(self._loaded(), read_spec(self.folder), chosen) if local and chosen else None
+
+    def rendering(self) -> dict[str, Any] | None:
+        """Whether the engine makes the dialogues' prompts as the tokenizer does; None where no engine answered."""
+        return compare(self.dialogues, self._vllm.rendered if self._vllm else [])
 
     def _generate(self, requests: Sequence[Request], max_new_tokens: int, temperature: float, top_p: float) -> Iterable[list[Completed]]:
         if self.cfg.data.responses.backend is ResponseBackend.vllm:
@@ -118,15 +127,20 @@ class Target:
             engine = require_engine(self.cfg, "data.responses.backend=vllm")
             arguments = llm_arguments(self.cfg, self.folder, read_spec(self.folder), self.cfg.data.max_length)
             arguments["max_num_seqs"] = self.cfg.data.responses.batch_size
-            self._vllm = VllmGenerator(self.cfg, engine, self.cfg.data_dir / "engine", arguments, self.stop_ids)
+            asked = [d.asked() for d in self.dialogues]
+            self._vllm = VllmGenerator(self.cfg, engine, self.cfg.data_dir / "engine", arguments, self.stop_ids, asked)
         return self._vllm
+
+    def _close_engine(self, failed: bool) -> None:
+        if self._vllm is not None:
+            self._vllm.close(failed)
+            self._vllm = None
 
     def __enter__(self) -> "Target":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._vllm is not None:
-            self._vllm.close(failed=kind is not None)
+        self._close_engine(failed=kind is not None)
         self._model = None
         gc.collect()
         if torch.cuda.is_available():
@@ -145,8 +159,7 @@ def run(cfg: Config, for_training: bool = False) -> None:
     context = read_spec(folder).max_position_embeddings
     if cfg.data.max_length > context:
         raise UserError(f"data.max_length={cfg.data.max_length}: the target's max_position_embeddings is {context}; set it to at most that")
-    tokenizer = load_tokenizer(folder, cfg.target.trust_remote_code)
-    template = ChatTemplate(tokenizer, stop_token_ids(folder, tokenizer))
+    template = load_template(folder, cfg.target.trust_remote_code)
     inputs = stage_inputs(cfg, folder, sorted(template.stop_ids))
     if manifest.is_complete(cfg.data_dir, inputs, cfg.on_stale):
         say(console, f"{cfg.data_dir} is complete")
@@ -164,9 +177,10 @@ def run(cfg: Config, for_training: bool = False) -> None:
     _stop_if_too_many(cfg, rejects, found.rows)
     manifest.begin(cfg.data_dir, inputs)
     write_text(cfg.data_dir / "config.yaml", config_yaml(cfg))
-    with Target(cfg, folder, sorted(template.stop_ids)) as target:
+    with Target(cfg, folder, sorted(template.stop_ids), _to_render(work, template)) as target:
         if not keep:
             _generate(cfg, found, work, template, target)
+        work.rendering = target.rendering()
         work.audit = target.audit(work.documents)
     _finish(cfg, console, inputs, found, work, template)
 
@@ -216,6 +230,13 @@ def _begin_work(cfg: Config, found: Gathered, template: ChatTemplate) -> Work:
         else:
             _open(cfg, record, split, template, work)
     return work
+
+
+def _to_render(work: Work, template: ChatTemplate) -> list[Rendering]:
+    """Dialogues to compare an engine's prompts on: some of the data's, and a few that have made trouble."""
+    step = max(1, len(work.dialogues) // _RENDERED)
+    own = [Rendering(list(d.turns[0]), d.record.tools, list(d.tokens)) for d in work.dialogues[::step][:_RENDERED]]
+    return own + probes(template)
 
 
 def _keep(cfg: Config, record: Record, split: str, template: ChatTemplate, work: Work) -> None:
@@ -332,11 +353,13 @@ def _finish(cfg: Config, console: Console, inputs: dict[str, Any], found: Gather
     say(console, "one document; what the target generates, and so what is trained, is green")
     console.print(coloured(documents[0], template), soft_wrap=True)
     results = summarise(documents, template.stop_ids, rejects, found.dropped, work.cut, _unanswered(work.dialogues), found.rows)
-    results["audit"] = work.audit
+    results |= {"audit": work.audit, "rendering": work.rendering}
     manifest.finish(cfg.data_dir, inputs, results | {DOCUMENTS: hash_file(cfg.data_dir / DOCUMENTS)})
     print_summary(console, cfg.data_dir, results)
     if work.audit and (told := warning(work.audit)):
         say(console, told, style="bold red")
+    if work.rendering and (told := work.rendering["told"]):
+        say(console, f"WARNING: {told}", style="bold red")
 
 
 def _unanswered(dialogues: Sequence[Dialogue]) -> Counter[str]:

@@ -38,7 +38,7 @@ from mtptrain.stages.context import (
     store_fingerprint,
     versions,
 )
-from mtptrain.stages.engine_trial import HEAD, NONE, Findings, certify, drafts_to_try, run_trials, walks_of
+from mtptrain.stages.engine_trial import HEAD, NONE, Findings, certify, drafts_to_try, rendering, run_trials, walks_of
 from mtptrain.stages.export import THRESHOLDS, judge, made, refuse_early
 from mtptrain.stages.reference import run_reference
 from mtptrain.stages.report_files import measured_hash, read_report, write_report
@@ -163,6 +163,7 @@ def _measure(cfg: Config, context: Context, trained: TrainedHead, engine: Engine
         "expected_at_temperature_1": expected_acceptance(head, context, store, spread(documents, _EXPECTED_DOCUMENTS), options.k),
         "certificate": None,
         "samples": None,
+        "rendering": None,
         "codec_error": codec_error(store, context, list(dict.fromkeys((FINAL, *head.captures))), documents),
         "layout": _vllm_layout(export),
         "versions": versions(),
@@ -172,6 +173,7 @@ def _measure(cfg: Config, context: Context, trained: TrainedHead, engine: Engine
         runs = run_trials(cfg, context, engine, drafts_to_try(cfg, cfg.report_dir / CANDIDATE), store, documents)
         findings = certify(cfg, context, head, store, documents, runs[NONE], runs[HEAD])
         report |= _engine_parts(cfg, context, store, documents, runs, findings)
+        report["rendering"] = rendering(cfg, context, runs[NONE])
         report["same_documents"] = {"walk": report["walk"], "reference": report["reference"], "engine": report["engine"]}
         report["versions"] |= {f"engine.{name}": version for name, version in runs[HEAD].versions.items()}
     elif Measurement.reference in options.measure:

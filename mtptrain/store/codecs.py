@@ -15,10 +15,11 @@ Legend: N tokens of a shard, T of a document, H hidden, O outliers (codec_bytes.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from mtptrain.store.codec_bytes import GROUP, outlier_channels
 
 _SAMPLE = 4096
 """Tokens of a shard that its outliers are found on."""
-_CHUNK = 1 << 20
+_CHUNK = 1 << 17
 """Elements encoded at once, so that what lies between states and bytes stays in the cache."""
 
 Tensors = Mapping[str, Tensor]
@@ -68,27 +69,43 @@ def find_outliers(state_NH: Tensor, count: int) -> Tensor:
     sample_SH = state_NH[:: max(1, len(state_NH) // _SAMPLE)].abs()
     if not count or not len(sample_SH):
         return torch.arange(count, device=state_NH.device)
-    smallest_S1 = sample_SH.topk(count, dim=1).values[:, -1:]
-    often_H = (sample_SH >= smallest_S1).sum(0)
+    often_H = (sample_SH >= _largest(sample_SH, count)).sum(0)
     return often_H.sort(descending=True, stable=True).indices[:count].sort().values
+
+
+def _largest(size_SH: Tensor, count: int) -> Tensor:
+    """Of each row of values that are not negative the `count`-th largest, [S, 1]. numpy's partition is ten times as fast as topk on a CPU,
+    on integers, whose order is that of the floats with the same bits.
+    """
+    if size_SH.device.type != "cpu" or size_SH.dtype != torch.bfloat16:
+        return size_SH.topk(count, dim=1).values[:, -1:]
+    at = size_SH.shape[1] - count
+    found_S1 = np.partition(size_SH.view(torch.int16).numpy(), at, axis=1)[:, at : at + 1]
+    return torch.from_numpy(np.ascontiguousarray(found_S1)).view(torch.bfloat16)
 
 
 _OUTLIER_LAYOUT = {"outliers": ("I32", 1), "kept": ("BF16", 2)}
 
 
-def _chunks(state_NH: Tensor) -> list[slice]:
-    rows = max(1, _CHUNK // max(1, state_NH.shape[1]))
-    return [slice(i, i + rows) for i in range(0, len(state_NH), rows)]
+class _Outliers:
+    """Takes a shard's outliers out of its states, some rows at a time."""
 
+    def __init__(self, codec: str, state_NH: Tensor) -> None:
+        self.state_NH, self.channel_O = state_NH, find_outliers(state_NH, outlier_channels(codec, state_NH.shape[1]))
+        self.kept_NO = torch.empty(len(state_NH), len(self.channel_O), dtype=torch.bfloat16, device=state_NH.device)
 
-def _split_outliers(codec: str, state_NH: Tensor) -> dict[str, Tensor]:
-    channel_O = find_outliers(state_NH, outlier_channels(codec, state_NH.shape[1]))
-    return {"outliers": channel_O.int(), "kept": state_NH[:, channel_O].contiguous()}
+    def rest(self) -> Iterator[tuple[slice, Tensor]]:
+        """Rows, and their other channels: float32 [C, H] with zeros for the outliers, in room that the next rows take over."""
+        count, hidden = self.state_NH.shape
+        room_CH = torch.empty(max(1, _CHUNK // max(1, hidden)), hidden, device=self.state_NH.device)
+        for start in range(0, count, len(room_CH)):
+            rows = slice(start, min(start + len(room_CH), count))
+            state_CH = self.state_NH[rows]
+            torch.index_select(state_CH, 1, self.channel_O, out=self.kept_NO[rows])
+            yield rows, room_CH[: len(state_CH)].copy_(state_CH).index_fill_(1, self.channel_O, 0.0)
 
-
-def _others(state_CH: Tensor, channel_O: Tensor) -> Tensor:
-    """float32 [C, H] with zeros for the outliers."""
-    return state_CH.float().index_fill_(1, channel_O.long(), 0.0)
+    def tensors(self) -> dict[str, Tensor]:
+        return {"outliers": self.channel_O.int(), "kept": self.kept_NO}
 
 
 def _with_outliers(wide_TH: Tensor, tensors: Tensors, start: int, stop: int) -> Tensor:
@@ -117,15 +134,14 @@ def _scaled(name: str, dtype: torch.dtype, limit: float) -> StateCodec:
     """One scale a token, `limit` the largest value of `dtype`."""
 
     def encode(state_NH: Tensor) -> dict[str, Tensor]:
-        tensors = _split_outliers(name, state_NH)
+        outliers = _Outliers(name, state_NH)
         data_NH = torch.empty(state_NH.shape, dtype=dtype, device=state_NH.device)
         scale_N = torch.empty(len(state_NH), dtype=torch.float32, device=state_NH.device)
-        for rows in _chunks(state_NH):
-            wide_CH = _others(state_NH[rows], tensors["outliers"])
+        for rows, wide_CH in outliers.rest():
             scale_N[rows] = wide_CH.abs().amax(1) / limit
             wide_CH *= _inverse(scale_N[rows])[:, None]  # at most `limit` but for rounding, which casting takes away
             data_NH[rows] = wide_CH if dtype.is_floating_point else wide_CH.round_()
-        return {"data": data_NH, "scale": scale_N, **tensors}
+        return {"data": data_NH, "scale": scale_N, **outliers.tensors()}
 
     def decode(tensors: Tensors, start: int, stop: int) -> Tensor:
         wide_TH = _widened(tensors["data"][start:stop]).mul_(tensors["scale"][start:stop, None])
@@ -136,16 +152,16 @@ def _scaled(name: str, dtype: torch.dtype, limit: float) -> StateCodec:
 
 
 def _encode_int4(state_NH: Tensor) -> dict[str, Tensor]:
-    tensors = _split_outliers("int4", state_NH)
+    outliers = _Outliers("int4", state_NH)
     data_NG = torch.empty(len(state_NH), state_NH.shape[1] // GROUP, GROUP // 2, dtype=torch.uint8, device=state_NH.device)
     scale_NG = torch.empty(data_NG.shape[:2], dtype=torch.bfloat16, device=state_NH.device)
-    for rows in _chunks(state_NH):
-        wide_CGE = _others(state_NH[rows], tensors["outliers"]).unflatten(1, (-1, GROUP))
+    for rows, wide_CH in outliers.rest():
+        wide_CGE = wide_CH.unflatten(1, (-1, GROUP))
         scale_NG[rows] = wide_CGE.abs().amax(2) / 7
         level_CGE = (wide_CGE * _inverse(scale_NG[rows].float())[..., None]).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
         low, high = level_CGE.chunk(2, dim=-1)
         data_NG[rows] = low | (high << 4)
-    return {"data": data_NG, "scale": scale_NG, **tensors}
+    return {"data": data_NG, "scale": scale_NG, **outliers.tensors()}
 
 
 def _decode_int4(tensors: Tensors, start: int, stop: int) -> Tensor:

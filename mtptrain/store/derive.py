@@ -174,7 +174,7 @@ def _write_data(folder: Path, runs: list[Run], documents: list[Document], inputs
     manifest.begin(folder, inputs)
     write_documents(folder, documents)
     rows = sum(run.data["results"]["rows"] for run in runs)
-    results = summarise(documents, inputs["stop_ids"], [], dropped, 0, {}, rows) | {"audit": None}
+    results = summarise(documents, inputs["stop_ids"], [], dropped, 0, {}, rows) | {"audit": None, "rendering": None}
     manifest.finish(folder, inputs, results | {FILE: hash_file(folder / FILE)})
 
 

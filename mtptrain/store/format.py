@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from mtptrain.data.documents import Document
-from mtptrain.errors import UserError
+from mtptrain.errors import UserError, in_line
 from mtptrain.files import hash_file, hash_json, with_hash, without_hash, write_json
 from mtptrain.manifest import DERIVED
 from mtptrain.store.codecs import codec_of
@@ -31,7 +31,7 @@ class StoreDamage(UserError):
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}; run precompute again to make it anew")
-        self.problem = problem
+        self.problem = in_line(problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtptrain.errors import UserError
-from mtptrain.files import hash_bytes, hash_file, hash_json, read_json, write_json
+from mtptrain.files import hash_bytes, hash_file, hash_json, read_json, with_hash, without_hash, write_json
 from mtptrain.target.cache import cache_dir, locked
 from mtptrain.target.spec import FAMILIES, TargetSpec, read_spec
 
@@ -87,7 +88,10 @@ def load_last_layer(folder: Path) -> dict[str, Tensor]:
 
 
 def weights_hash(folder: Path) -> str:
-    """Content hash of config.json and every safetensors file of `folder`; a file is read once per (path, size, mtime)."""
+    """Content hash of config.json and every safetensors file of `folder`; a file is read once per (path, size, times).
+
+    The times are mtime, and ctime, which nobody can set: a copy that keeps the old file's mtime is read all the same.
+    """
     paths = [folder / "config.json", *sorted(set(tensor_files(folder).values()))]
     size = sum(path.stat().st_size for path in paths)
     quiet = size < 4 << 30
@@ -158,11 +162,19 @@ def _unfuse(weights: dict[str, Tensor], spec: TargetSpec) -> dict[str, Tensor]:
 def _cached_hash(path: Path) -> str:
     stat = path.stat()
     where = str(path.resolve())
-    key = {"path": where, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    key = {"path": where, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
     entry = cache_dir() / "hashes" / f"{hash_bytes(where.encode())}.json"
     with locked(entry):
-        if entry.exists() and (known := read_json(entry))["key"] == key:
-            return known["hash"]
+        if (known := _cached(entry)) is not None and known["key"] == key:
+            return str(known["digest"])
         digest = hash_file(path)
-        write_json(entry, {"key": key, "hash": digest})
+        write_json(entry, with_hash({"key": key, "digest": digest}))
         return digest
+
+
+def _cached(entry: Path) -> dict[str, Any] | None:
+    """None also where it is damaged: the file is hashed again then."""
+    try:
+        return without_hash(read_json(entry)) if entry.exists() else None
+    except UserError:
+        return None

@@ -19,7 +19,6 @@ from mtptrain.files import write_folder_atomic, write_json
 from mtptrain.target.cache import cache_dir, locked
 
 PROVENANCE = "provenance.json"
-_CHUNK_BYTES = 1 << 22
 
 
 @dataclass(slots=True, frozen=True)
@@ -149,11 +148,8 @@ def convert(gguf: Path, folder: Path, source: dict[str, str]) -> None:
 
 
 def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as f:
-        while chunk := f.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 @contextmanager

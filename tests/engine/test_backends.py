@@ -11,11 +11,14 @@ from mtptrain import manifest
 from mtptrain.config import Codec, Config, PrecomputeBackend, ResponseBackend
 from mtptrain.data.answering import FILE as ANSWERS
 from mtptrain.data.documents import read_documents
+from mtptrain.data.template import load_template
 from mtptrain.engines import vllm
 from mtptrain.engines.process import require_engine
 from mtptrain.errors import UserError
 from mtptrain.stages import precompute, prepare
+from mtptrain.stages.rendering import compare, probes
 from mtptrain.store.reader import Store
+from mtptrain.target.spec import read_spec
 from mtptrain.target.tiny import make_tiny_target
 from tests.engine.case import make_config
 
@@ -50,6 +53,8 @@ def test_greedy_answers_are_those_of_transformers_and_a_killed_run_goes_on(cfg: 
     prepare.run(by_engine)
     ours, theirs = read_documents(cfg.data_dir), read_documents(by_engine.data_dir)
     assert [(d.id, d.tokens, d.spans) for d in ours] == [(d.id, d.tokens, d.spans) for d in theirs]
+    rendered = manifest.require(by_engine.data_dir, "", "")["results"]["rendering"]
+    assert rendered["dialogues"] == rendered["equal"] > 10
     rows = [json.loads(line) for line in (by_engine.data_dir / ANSWERS).read_text().splitlines()]
     (by_engine.data_dir / manifest.MANIFEST).unlink()
     (by_engine.data_dir / ANSWERS).write_text("".join(json.dumps(row) + "\n" for row in rows[:5]) + '{"id": "torn')
@@ -59,12 +64,27 @@ def test_greedy_answers_are_those_of_transformers_and_a_killed_run_goes_on(cfg: 
     assert [d.tokens for d in read_documents(by_engine.data_dir)] == [d.tokens for d in ours]
 
 
+def test_fault_11_a_prompt_that_the_engine_makes_otherwise_is_told(cfg: Config, tmp_path: Path) -> None:
+    """Its tokenizer's template is not the one that the data was prepared with."""
+    engine, target = require_engine(cfg, "this test"), Path(cfg.target.path)
+    template = load_template(target, False)
+    own = probes(template)
+    template.tokenizer.chat_template = template.tokenizer.chat_template + " "
+    asked = [*own, *probes(template)]
+    arguments = vllm.llm_arguments(cfg, target, read_spec(target), 64)
+    generator = vllm.VllmGenerator(cfg, engine, tmp_path / "job", arguments, [2], [a.asked() for a in asked])
+    assert len([c for done in generator.run([vllm.Request("r", [1, 5])], 4, 0.0, 1.0) for c in done]) == 1
+    generator.close()
+    found = compare(asked, generator.rendered)
+    assert found is not None
+    assert (found["dialogues"], found["equal"]) == (len(asked), len(own))
+    assert f"makes other prompts of {len(own)} of {len(asked)} dialogues: of 'Why is the sky blue?' it has nothing where" in found["told"]
+
+
 def test_sampled_answers_belong_to_their_request(cfg: Config, tmp_path: Path) -> None:
     """Whatever else is generated at the same time, and though one step does not hold all prompts."""
     engine = require_engine(cfg, "this test")
     target = Path(cfg.target.path)
-    from mtptrain.target.spec import read_spec
-
     arguments = vllm.llm_arguments(cfg, target, read_spec(target), 64) | {"max_num_batched_tokens": 80}
     generator = vllm.VllmGenerator(cfg, engine, tmp_path / "job", arguments, [2])
     requests = [vllm.Request(f"r{i}", [1, 5 + i, *range(9, 37)]) for i in range(6)]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mtptrain import cli, usage
 from mtptrain.config import Config
 from mtptrain.errors import UserError
+from mtptrain.store.format import StoreDamage
 
 
 class Calls:
@@ -300,6 +301,12 @@ def test_help_names_recipes_and_jobs(name: str, capsys: pytest.CaptureFixture[st
     assert out.startswith(f"usage: python -m mtptrain.{name} +recipe=NAME")
     for word in [*usage.JOBS, *usage.recipe_files(), "--cfg job", "--config-dir"]:
         assert word in out
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\u2028", "\x0b"])
+def test_an_error_is_one_line_whatever_was_put_into_it(end: str) -> None:
+    assert str(UserError(f"x: damaged ({end}  a, {end}b)")) == "x: damaged ( a, b)"
+    assert StoreDamage(f"y {end}z").problem == "y z"
 
 
 @pytest.mark.parametrize("name", sorted(usage.JOBS))

@@ -214,3 +214,13 @@ def test_no_value_that_precompute_lets_through_overflows() -> None:
         read_NH = whole(codec, codec.encode(state_NH))
         assert torch.isfinite(read_NH).all()
         assert math.isclose(read_NH[1, 40].item(), 2.0**-120, rel_tol=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", LOSSY, ids=lambda c: c.name)
+def test_a_cuda_device_gives_the_same_bytes(codec: StateCodec) -> None:
+    state_NH = states(300, 192, seed=5)
+    ours, theirs = codec.encode(state_NH), codec.encode(state_NH.cuda())
+    for name, tensor in ours.items():
+        assert torch.equal(tensor.view(torch.uint8), theirs[name].cpu().view(torch.uint8)), name
+    assert torch.equal(whole(codec, ours), whole(codec, theirs).cpu())

@@ -169,8 +169,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
         "answer": made.answer,
         "weights_hash": lambda _: "target",
         "engine_inputs": lambda *_: {"vllm": "1"},
-        "load_tokenizer": lambda *_: None,
-        "stop_token_ids": lambda *_: [0],
+        "load_template": lambda *_: SimpleNamespace(stop_ids={0}),
+        "probes": lambda _: [],
         "_prompts": lambda *_: [Prompt(id="0.0", tokens=[5, 6], max_tokens=4)],
         "llm_arguments": lambda *_: {"max_model_len": 64, "gpu_memory_utilization": random.random()},
     }.items():

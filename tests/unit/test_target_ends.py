@@ -177,6 +177,32 @@ def test_weights_hash_follows_content(tmp_path: Path) -> None:
     assert weights_hash(two) != before
 
 
+def test_weights_of_the_same_size_and_time_are_read_again(tmp_path: Path) -> None:
+    """Whatever the clock said: another file put in the old one's place with its mtime."""
+    folder = tiny_llama(tmp_path / "t")
+    file = folder / "model.safetensors"
+    before, stat = weights_hash(folder), file.stat()
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert file.stat().st_mtime_ns == stat.st_mtime_ns
+    assert weights_hash(folder) != before
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b"{}", b"\xff", b'{"key": 1, "hash": "0"}'])
+def test_a_damaged_cache_of_hashes_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes) -> None:
+    monkeypatch.setenv("MTPTRAIN_CACHE", str(tmp_path / "cache"))
+    folder = tiny_llama(tmp_path / "t")
+    before = weights_hash(folder)
+    entries = sorted((tmp_path / "cache").rglob("*.json"))
+    assert len(entries) == 2
+    for entry in entries:
+        entry.write_bytes(damage)
+    assert weights_hash(folder) == before
+    assert [entry.read_bytes() != damage for entry in entries] == [True, True]
+
+
 def test_weights_hash_reads_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_llama(tmp_path / "t")
     read: list[str] = []
