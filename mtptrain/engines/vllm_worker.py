@@ -122,6 +122,7 @@ def _render(llm: Any, job: dict[str, Any], emit: Emit) -> None:
     config = copy.copy(llm.llm_engine.vllm_config)
     config.model_config = copy.copy(config.model_config)
     config.model_config.skip_tokenizer_init = False
+    config.model_config.max_model_len = sys.maxsize  # nothing is generated: the engine's own limit would refuse long prompts
     renderer = renderer_from_config(config)
     for dialogue in job["dialogues"]:
         options = {"add_generation_prompt": True, "continue_final_message": False, "tools": dialogue["tools"], "tokenize": False}
