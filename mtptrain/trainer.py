@@ -298,6 +298,7 @@ class Trainer:
             for name, tensor in groups.get("ema", {}).items():
                 self.ema[name].copy_(tensor)
             self.progress = Progress(**state["progress"])
+            prune(self.folder / "checkpoints", self.config.keep)  # killed between the newest one's rename and this
         rows = list(read_jsonl_durable(self.folder / LOG))
         kept = [r for r in rows if r["update"] <= self.progress.update]
         if len(kept) < len(rows):

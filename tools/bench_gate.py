@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Whether something became slower or larger: the short benchmarks' ratios against the ones that are checked in.
 
-    python tools/bench_gate.py [--only startup,memory,train,precompute] [--update] [--json FILE]
+    python tools/bench_gate.py [--only startup,memory,train,store,precompute] [--update] [--json FILE]
 
 Ratios compare two sides of one run (a step with what it must do or hold, the stage with the bare forward), so they mean the same on
-another machine; seconds would not. A ratio may be worse than in tools/baseline.json by a tenth (memory) or by a quarter (time: others use
-the machine too). Exit status 1 if one is worse. `--update` writes the baseline anew.
+another machine; seconds would not. A ratio may be worse than in tools/baseline.json by a hundredth (bytes on disk), a tenth (memory) or a
+quarter (time: others use the machine too). Exit status 1 if one is worse. `--update` writes the baseline anew.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 BASELINE = HERE / "baseline.json"
-_TIME, _MEMORY = 0.25, 0.10
+_TIME, _MEMORY, _SIZE = 0.25, 0.10, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,14 @@ class Ratio:
         return now < before * (1 - self.tolerance) if self.higher_is_better else now > before * (1 + self.tolerance)
 
 
+def _read(rows: Any) -> float:
+    return float(rows["store, int8"]["read_warm"] / rows["a file a sample, bf16"]["read_warm"])
+
+
+def _encoding(found: Any) -> float:
+    return float(found["codecs"]["int8, threads: 1"]["encode"] / found["limits"]["memory_gb_per_second"])
+
+
 BENCHMARKS: dict[str, list[Ratio]] = {
     "startup": [
         Ratio("--help, times importing hydra", lambda found: found["--help"]["ratio"], False, _TIME),
@@ -49,6 +57,12 @@ BENCHMARKS: dict[str, list[Ratio]] = {
         Ratio("mtp over all ids, share of the floor", lambda found: found["full"]["mtp"]["share_of_floor"], True, _TIME),
         Ratio("mtp over 8,192 ids, share of the floor", lambda found: found["8192"]["mtp"]["share_of_floor"], True, _TIME),
         Ratio("eagle3 over 8,192 ids, share of the floor", lambda found: found["8192"]["eagle3"]["share_of_floor"], True, _TIME),
+    ],
+    "store": [
+        Ratio("an mtp token in int8, bytes", lambda found: found["mtp"]["store, int8"]["bytes_per_token"], False, _SIZE),
+        Ratio("an eagle3 token in int8, bytes", lambda found: found["eagle3"]["store, int8"]["bytes_per_token"], False, _SIZE),
+        Ratio("reading the first, times a bf16 file a sample", lambda found: _read(found["mtp"]), True, _TIME),
+        Ratio("encoding int8, times copying memory", lambda found: _encoding(found), True, _TIME),
     ],
     "precompute": [
         Ratio("the stage, times one document a forward", lambda found: found["one at a time"]["ratio"], True, _TIME),

@@ -39,6 +39,7 @@ from typing import Any
 from bench import save
 
 from mtptrain import cli
+from mtptrain.target.tiny import make_tiny_target
 
 STAGES = ["prepare", "precompute", "train", "validate", "export"]
 FAULTS = ["kill", "term", "big", "full", "readonly"]
@@ -58,14 +59,15 @@ TINY = [
     "validate.documents=3",
     "validate.reference_documents=1",
 ]
+SHAPE = {"hidden_size": 128, "head_dim": 32}
+"""With an engine: 32 is the smallest head that vLLM's CPU attention has."""
 ENGINE = [
     "data.responses.backend=vllm",
     "precompute.backend=vllm",
     "validate.measure=[walk,reference,vllm]",
     "engine.python=auto",
     "engine.kv_cache_gib=1",
-    "target.shape.hidden_size=128",
-    "target.shape.head_dim=32",  # the smallest that vLLM's CPU attention has
+    *(f"target.shape.{key}={value}" for key, value in SHAPE.items()),
 ]
 _UNSEEN = {".lock"}
 _JOB = "engine"
@@ -385,7 +387,10 @@ def main() -> int:
         sys.exit(f"error: {bad[0]} is neither an option nor key=value")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), [*(ENGINE if arguments.engine else []), *overrides])
+        own: list[str] = []
+        if arguments.engine:
+            own = [*ENGINE, f"target.path={make_tiny_target(Path(folder) / 'target', 'llama', **SHAPE)}"]
+        bench = Bench(Path(folder), [*own, *overrides])
         for stage in STAGES:
             if arguments.stage not in (None, stage):
                 ended = bench.run(stage)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtptrain.checkpoint import checkpoints
 from mtptrain.config import BadUpdate, LossConfig, OptimConfig, TrainConfig
 from mtptrain.data.order import epoch_batches
 from mtptrain.errors import UserError
@@ -122,6 +123,23 @@ def test_a_killed_run_resumes_to_the_same_bits(store: Store, tmp_path: Path, cha
         for run in ("whole", "killed")
     ]
     assert logs[0] == logs[1]
+
+
+def test_old_checkpoints_that_a_kill_left_are_deleted_later(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no further one will be saved: a run ends as if it had been left alone."""
+    config, folder = small_config(keep=1, checkpoint_every=2), tmp_path / "checkpoints"
+
+    def killed(folder: Path, keep: int) -> None:
+        if len(checkpoints(folder)) > keep:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mtptrain.trainer.prune", killed)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(store, tmp_path, config).run()
+    assert [f.name for f in checkpoints(folder)] == ["00000002", "00000004"]
+    trainer(store, tmp_path, config)._resume()
+    assert [f.name for f in checkpoints(folder)] == ["00000004"]
 
 
 def test_fault_15_frozen_ends_do_not_move(store: Store, tmp_path: Path) -> None:
