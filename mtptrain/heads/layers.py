@@ -15,6 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from mtptrain.config import HeadConfig
 from mtptrain.target.spec import TargetSpec
 
+_CACHED = 1 << 16
+"""Elements of a matrix that are worked on at once on a CPU."""
+
 
 @dataclass(slots=True, kw_only=True)
 class LayerConfig:
@@ -77,27 +80,38 @@ class RmsNorm(nn.Module):
 
 
 class _RmsNormed(torch.autograd.Function):
-    """Keeps its input and a scale a row for backward, where autograd would keep every step of the formula."""
+    """Keeps its input and a scale a row for backward, where autograd would keep every step of the formula. Some rows at a time."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        out, scale = torch.empty_like(x), torch.empty(*x.shape[:-1], 1, device=x.device)
+        for rows in _some_rows(x):
+            wide = x[rows].float()
+            scale[rows] = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+            out[rows] = wide * scale[rows] * weight
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale * weight).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors  # type: ignore[attr-defined]
         needs_x, needs_weight, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
-        grad, normed = grads[0].float(), x.float() * scale
-        grad_x = grad_weight = None
-        if needs_weight:
-            grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        if needs_x:
-            inner = grad * weight
-            grad_x = (inner - normed * (inner * normed).mean(-1, keepdim=True)).mul_(scale).to(x.dtype)
-        return grad_x, grad_weight, None
+        grad_x = torch.empty_like(x) if needs_x else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        for rows in _some_rows(x):
+            grad, normed = grads[0][rows].float(), x[rows].float() * scale[rows]
+            if grad_weight is not None:
+                grad_weight += (grad * normed).flatten(0, -2).sum(0)
+            if grad_x is not None:
+                inner = grad * weight
+                grad_x[rows] = (inner - normed * (inner * normed).mean(-1, keepdim=True)).mul_(scale[rows])
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None
+
+
+def _some_rows(x: Tensor) -> list[slice]:
+    """Of the first dimension: as much as a CPU's cache has room for beside a few more of its size; elsewhere all of it at once."""
+    count = len(x) if x.device.type != "cpu" else _CACHED * len(x) // max(1, x.numel())
+    return [slice(start, start + max(1, count)) for start in range(0, len(x), max(1, count))]
 
 
 def norm_or_identity(size: int, eps: float, wanted: bool) -> nn.Module:
@@ -176,20 +190,28 @@ class SwiGlu(nn.Module):
 
 
 class _Gated(torch.autograd.Function):
-    """silu(gate) * up; keeps the two for backward and nothing between."""
+    """silu(gate) * up; keeps the two for backward and nothing between. Some rows at a time."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, gate_RI: Tensor, up_RI: Tensor) -> Tensor:
         ctx.save_for_backward(gate_RI, up_RI)
-        return nn.functional.silu(gate_RI) * up_RI
+        product_RI = torch.empty_like(gate_RI)
+        for rows in _some_rows(gate_RI):
+            torch.mul(nn.functional.silu(gate_RI[rows]), up_RI[rows], out=product_RI[rows])
+        return product_RI
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate_RI, up_RI = ctx.saved_tensors  # type: ignore[attr-defined]
-        share_RI = torch.sigmoid(gate_RI)
-        silu_RI = gate_RI * share_RI
-        slope_RI = share_RI.add_(silu_RI - silu_RI * share_RI)  # sigmoid + silu (1 - sigmoid)
-        return (grads[0] * up_RI).mul_(slope_RI), grads[0] * silu_RI
+        grad_gate_RI, grad_up_RI = torch.empty_like(gate_RI), torch.empty_like(up_RI)
+        for rows in _some_rows(gate_RI):
+            gate, grad = gate_RI[rows], grads[0][rows]
+            share = torch.sigmoid(gate)
+            silu = gate * share
+            slope = share.add_(silu - silu * share)  # sigmoid + silu (1 - sigmoid)
+            torch.mul(grad, silu, out=grad_up_RI[rows])
+            torch.mul(grad, up_RI[rows], out=grad_gate_RI[rows]).mul_(slope)
+        return grad_gate_RI, grad_up_RI
 
 
 class DecoderLayer(nn.Module):

@@ -14,14 +14,23 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("shape", [(5, 8), (3, 4, 8)])
+@pytest.fixture(autouse=True, params=[1 << 16, 25, 1])
+def cached(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows at once, some of them with a shorter end, and one at a time."""
+    monkeypatch.setattr(layers, "_CACHED", request.param)
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (3, 4, 8), (0, 8)])
 def test_an_rms_norm_has_the_gradient_of_its_formula(shape: tuple[int, ...]) -> None:
     norm, x, grad = RmsNorm(8, 1e-2), drawn(*shape).requires_grad_(), drawn(*shape, seed=1)
     with torch.no_grad():
         norm.weight.copy_(drawn(8, seed=2))
-    norm(x).backward(grad)
+    out = norm(x)
+    out.backward(grad)
     wide, weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
-    (wide / (wide.square().mean(-1, keepdim=True) + 1e-2).sqrt() * weight).backward(grad.double())
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-2).sqrt() * weight
+    expected.backward(grad.double())
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=0)
     assert x.grad is not None
     assert norm.weight.grad is not None
     torch.testing.assert_close(x.grad.double(), wide.grad, atol=2e-6, rtol=0)  # float32 against float64, values of order one
@@ -44,13 +53,17 @@ def test_an_rms_norm_of_a_frozen_input_trains_its_weight_alone() -> None:
     torch.testing.assert_close(norm.weight.grad, expected, atol=1e-6, rtol=0)
 
 
-def test_a_gated_mlp_has_the_gradient_of_its_formula() -> None:
-    mlp, x, grad = SwiGlu(6, 10), drawn(7, 6).requires_grad_(), drawn(7, 6, seed=1)
-    mlp(x).backward(grad)
+@pytest.mark.parametrize("rows", [7, 0])
+def test_a_gated_mlp_has_the_gradient_of_its_formula(rows: int) -> None:
+    mlp, x, grad = SwiGlu(6, 10), drawn(rows, 6).requires_grad_(), drawn(rows, 6, seed=1)
+    out = mlp(x)
+    out.backward(grad)
     wide = x.detach().double().requires_grad_()
     gate, up, down = (p.weight.detach().double().requires_grad_() for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     middle = wide @ gate.T
-    ((middle / (1 + (-middle).exp()) * (wide @ up.T)) @ down.T).backward(grad.double())
+    expected = (middle / (1 + (-middle).exp()) * (wide @ up.T)) @ down.T
+    expected.backward(grad.double())
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=0)
     assert x.grad is not None
     torch.testing.assert_close(x.grad.double(), wide.grad, atol=1e-6, rtol=0)
     for ours, theirs in ((mlp.gate_proj, gate), (mlp.up_proj, up), (mlp.down_proj, down)):

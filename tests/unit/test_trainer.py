@@ -1,6 +1,7 @@
 """The loop on a small store: loss by definition, exact resume, frozen ends, best checkpoint, order of the data."""
 
 import os
+import platform
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtptrain import heap
 from mtptrain.checkpoint import checkpoints
 from mtptrain.config import BadUpdate, LossConfig, OptimConfig, TrainConfig
 from mtptrain.data.order import epoch_batches
@@ -140,6 +142,22 @@ def test_old_checkpoints_that_a_kill_left_are_deleted_later(store: Store, tmp_pa
     assert [f.name for f in checkpoints(folder)] == ["00000002", "00000004"]
     trainer(store, tmp_path, config)._resume()
     assert [f.name for f in checkpoints(folder)] == ["00000004"]
+
+
+def test_fault_17_a_large_batch_hands_back_freed_memory_before_its_loss(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which changes no bit. What it saves is tools/bench_memory.py's to measure."""
+    plain = trainer(store, tmp_path / "plain", small_config())
+    plain.run()
+    called: list[int] = []
+    monkeypatch.setattr("mtptrain.trainer._LARGE", 1)
+    monkeypatch.setattr("mtptrain.trainer.give_back", lambda: called.append(heap.give_back()))
+    large = trainer(store, tmp_path / "large", small_config())
+    large.run()
+    assert len(called) == sum(len(batches) for batches in large.updates)
+    assert weights_hash(large.head) == weights_hash(plain.head)
+    assert (heap._malloc_trim() is not None) == (platform.libc_ver()[0] == "glibc")
 
 
 def test_fault_15_frozen_ends_do_not_move(store: Store, tmp_path: Path) -> None:
