@@ -48,8 +48,8 @@ _HEAD_SECTIONS = {"head", "train", "validate", "export", "plan", "wandb"}
 _OWN_FOLDER = {"name", "root", "head.label"}
 """Sweeping these names folders already."""
 _LONGEST_SUFFIX = 80
-_DISK_TROUBLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""What a full, read-only or forbidden disk answers: the user's to mend, so one line."""
+_DISK_TROUBLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""What a full, read-only or forbidden disk answers, or a folder in a file's place: the user's to mend, so one line."""
 
 _COMPARED = {"train", "validate", "export"}
 """Jobs whose sweeps end with a comparison of the heads there are."""

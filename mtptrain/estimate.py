@@ -1,19 +1,13 @@
 """What a run will take: tokens, bytes on disk, memory and work of each stage. Pure arithmetic on the config and the target's spec."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-
-from mtptrain import sizes
+from mtptrain import manifest, sizes
 from mtptrain.config import Config, DataSource, Dtype, Measurement, ResponseMode, TargetConfig
-from mtptrain.data.documents import FILE
 from mtptrain.errors import UserError
 from mtptrain.heads.captures import captures_of
-from mtptrain.manifest import MANIFEST
 from mtptrain.target.cache import cache_dir
 from mtptrain.target.spec import TargetSpec, read_spec, spec_from_config
 
@@ -108,10 +102,10 @@ def _cached_folders(target: TargetConfig) -> list[Path]:
 
 def prepared_tokens(data_dir: Path) -> tuple[int, int] | None:
     """Documents and tokens of a finished prepare stage."""
-    if not (data_dir / MANIFEST).exists():
+    if not (data_dir / manifest.MANIFEST).exists():
         return None
-    lengths = pc.list_value_length(pq.read_table(data_dir / FILE, columns=["tokens"]).column("tokens"))
-    return len(lengths), pc.sum(lengths).as_py() or 0
+    counts = manifest.require(data_dir, "", "")["results"]["all"]
+    return counts["documents"], counts["tokens"]
 
 
 def volume(cfg: Config) -> Volume:
@@ -146,15 +140,14 @@ def _volume(cfg: Config, documents: int, tokens: int, generated: int, basis: str
 
 def _records(path: Path, limit: int | None) -> tuple[int, int]:
     """Records of one source and the tokens each has before a response is added."""
-    if path.suffix == ".jsonl" and path.is_file():
-        with open(path, "rb") as f:
-            count = sum(1 for line in f if line.strip())
-        return count, path.stat().st_size // _BYTES_PER_TOKEN // max(1, count)
-    if path.suffix == ".json" and path.is_file():
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        return len(rows), path.stat().st_size // _BYTES_PER_TOKEN // max(1, len(rows))
-    if path.suffix == ".parquet" and path.is_file():
-        return pq.ParquetFile(path).metadata.num_rows, _HUB_PROMPT_TOKENS
+    from mtptrain.data.readers import is_missing, row_count  # takes a second
+
+    if is_missing(str(path)):
+        raise UserError(f"data.train={path} does not exist")
+    if path.is_file() and path.suffix in (".jsonl", ".json", ".parquet"):
+        count = row_count(path)
+        packed = path.suffix == ".parquet"
+        return count, _HUB_PROMPT_TOKENS if packed else path.stat().st_size // _BYTES_PER_TOKEN // max(1, count)
     if limit is None:
         raise SizeUnknown(f"data.train={path}: its size is unknown before it is read; give data.limit= or plan.train_tokens=")
     return limit, _HUB_PROMPT_TOKENS

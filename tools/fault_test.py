@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Break a stage at many points, run the same command again, and compare its folder with that of a run left alone.
 
-    python tools/fault_test.py [--stage prepare|precompute|train|validate|export] [--fault kill|term|big|full|readonly] [--points N]
+    python tools/fault_test.py [--stage prepare|precompute|train|validate|export] [--fault kill|term|big|full|readonly|damage] [--points N]
                                [--engine] [--seed S] [--json FILE] [key=value ...]
 
 kill    SIGKILL: half of the points at a random moment, half at a random one of the moments before a file is synced (what was not synced
@@ -9,6 +9,9 @@ kill    SIGKILL: half of the points at a random moment, half at a random one of 
 term    SIGTERM at a random moment: the stage must end within --grace seconds with status 143, or have been through
 big     files may not grow beyond a random size (RLIMIT_FSIZE, EFBIG): status 2 and one line, or through
 full    a small tmpfs that fills up (ENOSPC): status 2 and one line, or through; it is enlarged for the second run. Needs the right to mount
+damage  (of the finished stage, or of a run that train has finished) one file has a byte changed or a number, is cut, emptied, deleted, or
+        a folder or a link to nowhere lies in its place: the same command mends it, or ends with status 2 and one line; files that nothing
+        reads any more may stay as they are, and what the store holds must be found by `verify`
 readonly  a tmpfs that may only be read: status 2 and one line; the second run may write. Needs the right to mount
 
 Everything is compared but what differs between two runs left alone (durations; printed). A stage that is started again is given every
@@ -23,6 +26,7 @@ import json
 import mmap
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -39,10 +43,26 @@ from typing import Any
 from bench import save
 
 from mtptrain import cli
+from mtptrain.store.verify import find_damage
 from mtptrain.target.tiny import make_tiny_target
 
 STAGES = ["prepare", "precompute", "train", "validate", "export"]
-FAULTS = ["kill", "term", "big", "full", "readonly"]
+FAULTS = ["kill", "term", "big", "full", "readonly", "damage"]
+DAMAGES: dict[str, Callable[[Path, bytes], object]] = {
+    "a byte changed": lambda path, was: path.write_bytes(
+        was[: len(was) // 2] + bytes([was[len(was) // 2] ^ 0x11]) + was[len(was) // 2 + 1 :]
+    ),
+    "a number changed": lambda path, was: path.write_bytes(_with_another_number(was)),
+    "cut": lambda path, was: path.write_bytes(was[: len(was) // 2]),
+    "emptied": lambda path, was: path.write_bytes(b""),
+    "deleted": lambda path, was: path.unlink(),
+    "a folder": lambda path, was: (path.unlink(), path.mkdir()),
+    "a link to nowhere": lambda path, was: (path.unlink(), path.symlink_to("/nowhere/at/all")),
+}
+_UNREAD = re.compile(
+    r"config\.yaml|started\.json|rejects\.jsonl|samples\.(txt|html)|responses\.jsonl|self_turns\.jsonl|log\.jsonl|report\.html|checkpoints/|candidate/"
+)
+"""Of a finished run: for people, or for going on where a stage was stopped."""
 TINY = [
     "+recipe=tiny",
     "name=run",
@@ -300,6 +320,7 @@ class StageTest:
         bench.put_back(self.before)
         self._whole()
         self.after, self.bytes = leaves(bench.root), _size(bench.root)
+        self.finished = bench.keep("finished")
         self.varies = {without_numbers(key) for key in different(first, self.after)}
 
     def _whole(self, prepare: Callable[[], None] = lambda: None) -> Ended:
@@ -316,6 +337,9 @@ class StageTest:
 
     def _point(self, found: Found, fault: str, chance: random.Random, grace: float) -> None:
         bench, moment = self.bench, chance.uniform(0, self.seconds)
+        if fault == "damage":
+            self._damage(found, chance)
+            return
         if fault in ("full", "readonly"):
             share = chance.uniform(0.02, 0.98) if fault == "full" else 4.0
             size = int(_size(self.before) + share * (self.bytes - _size(self.before)))
@@ -342,6 +366,27 @@ class StageTest:
             where = f"{bench.events.count * 10 // max(1, len(self.names)) * 10:3d} % of the files' events done"
         self._judge(found, fault, ended, where, grace)
 
+    def _damage(self, found: Found, chance: random.Random) -> None:
+        """Break a file of the finished stage, and run it again."""
+        self.bench.put_back(self.finished)
+        files = sorted(p for p in self.bench.root.rglob("*") if p.is_file() and p.name not in _UNSEEN)
+        path, kind = chance.choice(files), chance.choice(list(DAMAGES))
+        was, name = path.read_bytes(), f"{path.relative_to(self.bench.root)}: {kind}"
+        if not was:
+            return
+        DAMAGES[kind](path, was)
+        again = self.bench.run(self.stage)
+        found.points += 1
+        found.where[kind] += 1
+        if again.status == 2 and again.said.count("error: ") == 1 and "Traceback" not in again.said:
+            return
+        if again.status:
+            found.faults.append(f"{name}: status {again.status}:\n{again.said}")
+        elif not (path.is_file() and path.read_bytes() == was) and not _UNREAD.search(name):
+            store = path.parent
+            if store.name != "store" or not any(find_damage(store)):
+                found.faults.append(f"{name}: nothing is said of it")
+
     def _judge(self, found: Found, fault: str, ended: Ended, where: str, grace: float) -> None:
         """Whether the stage ended as it should, and whether running it again mends everything."""
         if ended.status == 0:
@@ -367,6 +412,14 @@ class StageTest:
             unlike = {key for key in unlike if "/checkpoints/" not in key}
         if unlike:
             found.faults.append(f"{where}: {len(unlike)} differences, such as {', '.join(sorted(unlike)[:5])}")
+
+
+def _with_another_number(was: bytes) -> bytes:
+    numbers = list(re.finditer(rb"\d+", was))
+    if not numbers:
+        return was[:-1]
+    chosen = numbers[len(numbers) // 2]
+    return was[: chosen.start()] + str(int(chosen[0]) + 1).encode() + was[chosen.end() :]
 
 
 def _size(folder: Path) -> int:

@@ -48,7 +48,8 @@ def gather(cfg: DataConfig, seed: int) -> Gathered:
     found.dropped["shares a prompt with held-out"] += dropped
     make_ids_unique([*found.train, *found.held_out])
     if not found.train and not found.rejects:
-        raise UserError(f"no training record is left ({dict(+found.dropped)}); give more data in data.train")
+        why = ", ".join(f"{n} dropped: {reason}" for reason, n in (+found.dropped).items()) or "none was read"
+        raise UserError(f"no training record is left ({why}); give more data in data.train")
     return found
 
 

@@ -6,6 +6,7 @@ Four forms of row are known: OpenAI `messages`, ShareGPT `conversations`, `promp
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,11 @@ def _tools(given: Any) -> list[dict[str, Any]] | None:
     return given
 
 
+def is_missing(path: str) -> bool:
+    """Whether it names a file or folder that is not there, and no data set of a hub."""
+    return not Path(path).exists() and (Path(path).suffix in _SUFFIXES or path.startswith(("/", ".", "~")))
+
+
 def _rows(path: str) -> Iterator[tuple[int, Any]]:
     """(line, parsed row or BadRow) of every row."""
     file = Path(path)
@@ -179,20 +185,33 @@ def _rows(path: str) -> Iterator[tuple[int, Any]]:
         if file.suffix not in _SUFFIXES:
             raise UserError(f"{path} is none of {', '.join(_SUFFIXES)}; convert it or name another file in data.train or data.held_out")
         yield from _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
-    elif file.suffix in _SUFFIXES or path.startswith(("/", ".", "~")):
+    elif is_missing(path):
         raise UserError(f"{path} (in data.train or data.held_out) does not exist")
     else:
         yield from _hub_rows(path)
 
 
+def row_count(file: Path) -> int:
+    """Rows of a data file; only an array is parsed for it. Raises UserError where reading it would."""
+    if file.suffix == ".parquet":
+        with _readable_parquet(file):
+            return int(pq.ParquetFile(file).metadata.num_rows)
+    if _is_array(file):
+        return sum(1 for _ in _array_rows(file))
+    with open(file, "rb") as f:
+        return sum(1 for line in f if line.strip())
+
+
 def _json_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    yield from _array_rows(file) if _is_array(file) else _line_rows(file)
+
+
+def _is_array(file: Path) -> bool:
     """A .json file may hold an array or, as many do, one object a line."""
-    if file.suffix == ".json":
-        with open(file, "rb") as f:
-            if f.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-                yield from _array_rows(file)
-                return
-    yield from _line_rows(file)
+    if file.suffix != ".json":
+        return False
+    with open(file, "rb") as f:
+        return f.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
 def _array_rows(file: Path) -> Iterator[tuple[int, Any]]:
@@ -225,11 +244,17 @@ def _parse_line(raw: bytes) -> Any:
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    try:
+    with _readable_parquet(file):
         first = 0
         for batch in pq.ParquetFile(file).iter_batches(_BATCH_ROWS):
             yield from _arrow_rows(pa.Table.from_batches([batch]), first)
             first += batch.num_rows
+
+
+@contextmanager
+def _readable_parquet(file: Path) -> Iterator[None]:
+    try:
+        yield
     except (pa.ArrowInvalid, OSError) as e:
         raise UserError(f"{file} is not a readable Parquet file ({str(e).splitlines()[0]}); copy or write it again") from e
 

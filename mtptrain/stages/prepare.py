@@ -165,7 +165,7 @@ def run(cfg: Config, for_training: bool = False) -> None:
         say(console, f"{cfg.data_dir} is complete")
         return
     found = gather(cfg.data, cfg.seed)
-    if for_training and not found.held_out:
+    if for_training and found.train and not found.held_out:  # without any record the rejects are told below
         raise UserError(
             f"no prompt is held out of {len(found.train)}, and a head is chosen and measured on held-out ones; "
             "raise data.held_out_fraction or name a file in data.held_out"

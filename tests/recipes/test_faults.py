@@ -44,6 +44,11 @@ def test_a_disk_that_is_full_or_read_only(tmp_path: Path, fault: str) -> None:
     assert break_it(tmp_path, "train", fault, 3)["points"] == 3
 
 
+@pytest.mark.parametrize("points", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_any_file_of_a_finished_run_damaged(tmp_path: Path, points: int) -> None:
+    assert break_it(tmp_path, "train", "damage", points)["points"] == points
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_kill_9_at_any_point(tmp_path: Path, stage: str) -> None:
     found = break_it(tmp_path, stage, "kill", 10)

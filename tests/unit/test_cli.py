@@ -144,7 +144,9 @@ def test_interruption_says_that_it_resumes(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == "interrupted; the same command continues where it stopped\n"
 
 
-@pytest.mark.parametrize(("code", "text"), [(errno.ENOSPC, "No space left on device"), (errno.EACCES, "Permission denied")])
+@pytest.mark.parametrize(
+    ("code", "text"), [(errno.ENOSPC, "No space left on device"), (errno.EACCES, "Permission denied"), (errno.EISDIR, "Is a directory")]
+)
 def test_fault_16_a_full_or_forbidden_disk_is_one_line(capsys: pytest.CaptureFixture[str], code: int, text: str) -> None:
     assert cli.run(Calls(OSError(code, text, "runs/x")), "train", ["+recipe=tiny"]) == 2
     assert capsys.readouterr().err.startswith(f"error: runs/x: {text}; ")

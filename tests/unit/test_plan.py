@@ -189,7 +189,7 @@ def test_tokens_are_counted_where_data_is_prepared(tmp_path: Path) -> None:
     documents = [Document(id=str(n), source="s", split="train", tokens=[0] * n, spans=[(1, n)]) for n in (10, 20, 33)]
     write_documents(cfg.data_dir, documents)
     assert volume(cfg).basis == "estimated from data.*"
-    finish(cfg.data_dir, {}, {})
+    finish(cfg.data_dir, {}, {"all": {"documents": 3, "tokens": 63}})
     counted = volume(cfg)
     assert (counted.documents, counted.tokens, counted.generated) == (3, 63, 0)
 
@@ -205,6 +205,32 @@ def test_records_of_a_file_are_counted(tmp_path: Path) -> None:
     assert (volume(cfg).documents, volume(cfg).generated) == (150, 150 * 18)
     keeps = volume(_config("+recipe=tiny", "data.source=files", "data.limit=null", f"data.train=['{file}']", "data.responses.mode=keep"))
     assert (keeps.tokens, keeps.generated) == (5000, 0)
+
+
+@pytest.mark.parametrize(
+    "content", ['[{"prompt": "a"}, {"prompt": "b"}]', '\ufeff [{"prompt": "a"},\n{"prompt": "b"}]', '{"prompt": "a"}\n\n{"prompt": "b"}']
+)
+def test_a_json_file_may_hold_an_array_or_lines(tmp_path: Path, content: str) -> None:
+    (tmp_path / "p.json").write_text(content, encoding="utf-8")
+    assert volume(_config("+recipe=tiny", "data.source=files", "data.limit=null", f"data.train=['{tmp_path}/p.json']")).documents == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("p.json", b"[1, ", "is not one JSON array"),
+        ("p.json", b"[\xff", "is not one JSON array"),
+        ("p.parquet", b"PAR1", "is not a readable Parquet file"),
+        ("p.jsonl", None, "does not exist"),
+    ],
+)
+def test_fault_13_a_damaged_data_file_is_one_line_before_anything_is_spent(
+    tmp_path: Path, name: str, content: bytes | None, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{name} {said}"):
+        volume(_config("+recipe=tiny", "data.source=files", f"data.train=['{tmp_path / name}']"))
 
 
 def test_unknown_sizes_are_said_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
