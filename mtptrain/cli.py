@@ -148,8 +148,9 @@ def compose(overrides: Sequence[str] = (), *, multirun: bool = False, user_dir: 
 
 
 def _check_files(user_dir: str | None) -> None:
-    """Refuse a file of --config-dir that is no YAML: Hydra would end in a trace."""
+    """Refuse a file of --config-dir that is no YAML, or whose header Hydra cannot read: it would end in a trace."""
     for file in sorted(Path(user_dir).rglob("*.yaml")) if user_dir else ():
+        _check_header(file)
         try:
             OmegaConf.load(file)
         except yaml.MarkedYAMLError as e:
@@ -157,6 +158,15 @@ def _check_files(user_dir: str | None) -> None:
             raise UserError(f"{file}{line}: not valid YAML ({e.problem or e.context})") from e
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
             raise UserError(f"{file}: not valid YAML ({one_line(e)})") from e
+
+
+def _check_header(file: Path) -> None:
+    """The lines `# @KEY VALUE` that a config file of Hydra's may begin with."""
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if line.strip() and not re.match(r"\s*#\s*@", line):
+            return
+        if line.strip() and len([word for word in line.strip().lstrip("#").split(" ") if word]) != 2:
+            raise UserError(f"{file}:{number}: {line.strip()!r} is no header; a recipe begins with the line `# @package _global_`")
 
 
 def _search_path(overrides: Sequence[str], user_dir: str | None) -> list[str]:

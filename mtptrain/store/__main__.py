@@ -28,6 +28,8 @@ from mtptrain.store.verify import describe, find_damage
 
 
 def _store(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; name a run's, such as runs/smollm2")
     return folder / "store" if (folder / "store").is_dir() else folder
 
 

@@ -139,9 +139,7 @@ def _write(target: Path, runs: list[Run], why_not: Callable[[Document], str | No
     captures = [c for c in runs[0].store.manifest["results"]["captures"] if all(c in r.store.manifest["results"]["captures"] for r in runs)]
     if not captures:
         raise UserError(f"{runs[0].folder} and {runs[1].folder} have no capture in common")
-    for folder in (target / "data", target / "store"):
-        if (folder / manifest.MANIFEST).exists():
-            raise UserError(f"{folder} is there already; name another run, or delete {target}")
+    _refuse_existing(target)
     dropped: Counter[str] = Counter()
     kept: list[tuple[Run, int, list[int]]] = []
     documents: list[Document] = []
@@ -168,6 +166,16 @@ def _write(target: Path, runs: list[Run], why_not: Callable[[Document], str | No
     }
     _write_store(target / "store", kept, documents, captures, store_inputs)
     return dropped
+
+
+def _refuse_existing(target: Path) -> None:
+    """UserError where a run is, unless it is one whose making was interrupted: data without a store, and derived. That is made anew."""
+    data, store = target / "data", target / "store"
+    unfinished = not (store / manifest.MANIFEST).exists()
+    if (data / manifest.MANIFEST).exists():
+        unfinished &= manifest.DERIVED in manifest.require(data, "", "")["inputs"]
+    if not unfinished:
+        raise UserError(f"{target} is there already; name another run, or delete it")
 
 
 def _write_data(folder: Path, runs: list[Run], documents: list[Document], inputs: dict[str, Any], dropped: Counter[str]) -> None:

@@ -296,6 +296,15 @@ def test_mistakes_in_own_recipes(text: str, expected: str, tmp_path: Path, capsy
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("header", ["# @package!_global_", "# @package", "# @package _global_ x", "\n#  @package  _global_  y"])
+def test_a_recipes_header_that_hydra_cannot_read_is_named(header: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _own_recipe(tmp_path / "mine", f"{header}\nname: mine\n")
+    assert cli.run(Calls(), "train", ["--config-dir", str(folder), "+recipe=mine"]) == 2
+    line = header.count("\n") + 1
+    told = f"mine.yaml:{line}: {header.strip()!r} is no header; a recipe begins with the line `# @package _global_`\n"
+    assert capsys.readouterr().err.endswith(told)
+
+
 @pytest.mark.parametrize("name", sorted(usage.JOBS))
 def test_help_names_recipes_and_jobs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(Calls(), name, ["--help"]) == 0

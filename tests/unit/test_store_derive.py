@@ -143,6 +143,22 @@ def test_a_derived_stage_is_compared_by_what_its_runs_had_in_common(tmp_path: Pa
         merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
 
 
+def test_a_merge_that_was_interrupted_is_made_anew_and_any_other_run_is_left(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", random_documents([5, 9]))
+    make_run(tmp_path / "b", random_documents([6, 8], seed=1))
+    merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
+    whole = everything(tmp_path / "all")
+    (tmp_path / "all/store" / manifest.MANIFEST).unlink()
+    sidecar_path(tmp_path / "all/store", 0).unlink()
+    merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
+    made = everything(tmp_path / "all")
+    assert made.keys() == whole.keys()
+    assert all(same(made[key], whole[key]) for key in whole)
+    (tmp_path / "a/store" / manifest.MANIFEST).unlink()  # its data alone is finished
+    with pytest.raises(UserError, match="is there already"):
+        filter_run(tmp_path / "a", tmp_path / "b")
+
+
 def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) * 2 // 3] ^= 4
