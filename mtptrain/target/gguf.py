@@ -17,6 +17,7 @@ from mtptrain import __version__
 from mtptrain.errors import UserError, one_line
 from mtptrain.files import write_folder_atomic, write_json
 from mtptrain.target.cache import cache_dir, locked
+from mtptrain.target.gguf_header import check_header
 
 PROVENANCE = "provenance.json"
 
@@ -116,6 +117,7 @@ def convert(gguf: Path, folder: Path, source: dict[str, str]) -> None:
 
     print(f"target: dequantising {gguf.name} to {folder} (once, about half a minute for a 135M model)", flush=True)
     try:
+        check_header(gguf)
         with _parsed_once():
             model = AutoModelForCausalLM.from_pretrained(
                 gguf.parent,

@@ -32,6 +32,7 @@ from mtptrain.store import format
 from mtptrain.store.codecs import INT8
 from mtptrain.store.reader import Store
 from mtptrain.target import gguf as gguf_target
+from mtptrain.target.gguf_header import check_header
 from mtptrain.target.spec import TargetSpec, read_spec
 from mtptrain.usage import config_dir
 from tests.unit.stores import make_store, random_documents, random_state
@@ -440,6 +441,20 @@ def _tiny_gguf(file: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize("length", [41, 2**20, 2**33, 2**56, 2**63])
+def test_a_gguf_that_announces_more_than_it_holds_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """Of an array of numbers, of strings, of its entries: the reader would count up to there, and keep every step."""
+    monkeypatch.setenv("MTPTRAIN_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "t.gguf"
+    _tiny_gguf(file)
+    content = file.read_bytes()
+    check_header(file)
+    for at in (content.index(b"tokenizer.ggml.token_type") + 33, content.index(b"tokenizer.ggml.tokens") + 29, 8, 16):
+        file.write_bytes(content[:at] + struct.pack("<Q", length) + content[at + 8 :])
+        with pytest.raises(UserError, match=r"t\.gguf is damaged"):
+            gguf_target.from_gguf(file)
 
 
 def test_gguf_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
