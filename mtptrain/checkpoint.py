@@ -33,9 +33,12 @@ def load_checkpoint(folder: Path, mend: str = "") -> tuple[dict[str, dict[str, T
     mend = mend or f"delete {folder} to resume from the checkpoint before it"
     if not (folder / _STATE).exists():
         raise UserError(f"{folder} has no {_STATE}; {mend}")
-    state = without_hash(read_json(folder / _STATE))
+    try:
+        state = without_hash(read_json(folder / _STATE))
+    except UserError:  # its advice is not this file's
+        state = None
     if state is None:
-        raise UserError(f"{folder / _STATE} is damaged or was changed (its hash differs); {mend}")
+        raise UserError(f"{folder / _STATE} is damaged or was changed; {mend}")
     groups = {}
     for group, expected in state["hashes"].items():
         file = folder / f"{group}.safetensors"
