@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mtptrain.errors import UserError
-from mtptrain.files import hash_file, read_json, save_tensors, with_hash, without_hash, write_folder_atomic, write_json
+from mtptrain.files import hash_file, read_hashed, save_tensors, with_hash, write_folder_atomic, write_json
 
 _STATE = "state.json"
 
@@ -33,10 +33,7 @@ def load_checkpoint(folder: Path, mend: str = "") -> tuple[dict[str, dict[str, T
     mend = mend or f"delete {folder} to resume from the checkpoint before it"
     if not (folder / _STATE).exists():
         raise UserError(f"{folder} has no {_STATE}; {mend}")
-    try:
-        state = without_hash(read_json(folder / _STATE))
-    except UserError:  # its advice is not this file's
-        state = None
+    state = read_hashed(folder / _STATE)
     if state is None:
         raise UserError(f"{folder / _STATE} is damaged or was changed; {mend}")
     groups = {}

@@ -163,10 +163,13 @@ def _check_files(user_dir: str | None) -> None:
 def _check_header(file: Path) -> None:
     """The lines `# @KEY VALUE` that a config file of Hydra's may begin with."""
     for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-        if line.strip() and not re.match(r"\s*#\s*@", line):
+        line = line.strip()
+        if not line:
+            continue
+        if not re.match(r"#\s*@", line):
             return
-        if line.strip() and len([word for word in line.strip().lstrip("#").split(" ") if word]) != 2:
-            raise UserError(f"{file}:{number}: {line.strip()!r} is no header; a recipe begins with the line `# @package _global_`")
+        if len([word for word in line.lstrip("#").split(" ") if word]) != 2:
+            raise UserError(f"{file}:{number}: {line!r} is no header; a recipe begins with the line `# @package _global_`")
 
 
 def _search_path(overrides: Sequence[str], user_dir: str | None) -> list[str]:

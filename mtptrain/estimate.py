@@ -140,11 +140,11 @@ def _volume(cfg: Config, documents: int, tokens: int, generated: int, basis: str
 
 def _records(path: Path, limit: int | None) -> tuple[int, int]:
     """Records of one source and the tokens each has before a response is added."""
-    from mtptrain.data.readers import is_missing, row_count  # takes a second
+    from mtptrain.data.readers import SUFFIXES, is_missing, row_count  # takes a second
 
     if is_missing(str(path)):
         raise UserError(f"data.train={path} does not exist")
-    if path.is_file() and path.suffix in (".jsonl", ".json", ".parquet"):
+    if path.is_file() and path.suffix in SUFFIXES:
         count = row_count(path)
         packed = path.suffix == ".parquet"
         return count, _HUB_PROMPT_TOKENS if packed else path.stat().st_size // _BYTES_PER_TOKEN // max(1, count)

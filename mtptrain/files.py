@@ -156,6 +156,14 @@ def without_hash(read: Any) -> dict[str, Any] | None:
     return content if read.get("hash") == hash_json(content) else None
 
 
+def read_hashed(path: Path) -> dict[str, Any] | None:
+    """What a file that `with_hash` went into holds; None where it is damaged in any way."""
+    try:
+        return without_hash(read_json(path))
+    except UserError:
+        return None
+
+
 def hash_bytes(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 

@@ -36,7 +36,8 @@ class Ratio:
         return now < before * (1 - self.tolerance) if self.higher_is_better else now > before * (1 + self.tolerance)
 
 
-def _read(rows: Any) -> float:
+def _reading(found: Any) -> float:
+    rows = found["mtp"]
     return float(rows["store, int8"]["read_warm"] / rows["a file a sample, bf16"]["read_warm"])
 
 
@@ -61,8 +62,8 @@ BENCHMARKS: dict[str, list[Ratio]] = {
     "store": [
         Ratio("an mtp token in int8, bytes", lambda found: found["mtp"]["store, int8"]["bytes_per_token"], False, _SIZE),
         Ratio("an eagle3 token in int8, bytes", lambda found: found["eagle3"]["store, int8"]["bytes_per_token"], False, _SIZE),
-        Ratio("reading the first, times a bf16 file a sample", lambda found: _read(found["mtp"]), True, _TIME),
-        Ratio("encoding int8, times copying memory", lambda found: _encoding(found), True, _TIME),
+        Ratio("reading the first, times a bf16 file a sample", _reading, True, _TIME),
+        Ratio("encoding int8, times copying memory", _encoding, True, _TIME),
     ],
     "precompute": [
         Ratio("the stage, times one document a forward", lambda found: found["one at a time"]["ratio"], True, _TIME),

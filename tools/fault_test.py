@@ -49,9 +49,7 @@ from mtptrain.target.tiny import make_tiny_target
 STAGES = ["prepare", "precompute", "train", "validate", "export"]
 FAULTS = ["kill", "term", "big", "full", "readonly", "damage"]
 DAMAGES: dict[str, Callable[[Path, bytes], object]] = {
-    "a byte changed": lambda path, was: path.write_bytes(
-        was[: len(was) // 2] + bytes([was[len(was) // 2] ^ 0x11]) + was[len(was) // 2 + 1 :]
-    ),
+    "a byte changed": lambda path, was: path.write_bytes(_with_another_byte(was)),
     "a number changed": lambda path, was: path.write_bytes(_with_another_number(was)),
     "cut": lambda path, was: path.write_bytes(was[: len(was) // 2]),
     "emptied": lambda path, was: path.write_bytes(b""),
@@ -412,6 +410,11 @@ class StageTest:
             unlike = {key for key in unlike if "/checkpoints/" not in key}
         if unlike:
             found.faults.append(f"{where}: {len(unlike)} differences, such as {', '.join(sorted(unlike)[:5])}")
+
+
+def _with_another_byte(was: bytes) -> bytes:
+    at = len(was) // 2
+    return was[:at] + bytes([was[at] ^ 0x11]) + was[at + 1 :]
 
 
 def _with_another_number(was: bytes) -> bytes:

@@ -20,7 +20,7 @@ from mtptrain.files import hash_file, hash_json
 
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "human": "user", "gpt": "assistant"}
 _KEPT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
-_SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet")
 _BATCH_ROWS = 1000
 
 
@@ -173,7 +173,7 @@ def _tools(given: Any) -> list[dict[str, Any]] | None:
 
 def is_missing(path: str) -> bool:
     """Whether it names a file or folder that is not there, and no data set of a hub."""
-    return not Path(path).exists() and (Path(path).suffix in _SUFFIXES or path.startswith(("/", ".", "~")))
+    return not Path(path).exists() and (Path(path).suffix in SUFFIXES or path.startswith(("/", ".", "~")))
 
 
 def _rows(path: str) -> Iterator[tuple[int, Any]]:
@@ -182,8 +182,8 @@ def _rows(path: str) -> Iterator[tuple[int, Any]]:
     if file.is_dir():
         yield from _saved_rows(file)
     elif file.is_file():
-        if file.suffix not in _SUFFIXES:
-            raise UserError(f"{path} is none of {', '.join(_SUFFIXES)}; convert it or name another file in data.train or data.held_out")
+        if file.suffix not in SUFFIXES:
+            raise UserError(f"{path} is none of {', '.join(SUFFIXES)}; convert it or name another file in data.train or data.held_out")
         yield from _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
     elif is_missing(path):
         raise UserError(f"{path} (in data.train or data.held_out) does not exist")
@@ -279,9 +279,9 @@ def _is_saved_dataset(folder: Path) -> bool:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    files = sorted(f for f in folder.rglob("*") if f.suffix in _SUFFIXES)
+    files = sorted(f for f in folder.rglob("*") if f.suffix in SUFFIXES)
     if not files:
-        raise UserError(f"{folder} (in data.train or data.held_out) is no `datasets` folder and holds no {', '.join(_SUFFIXES)} file")
+        raise UserError(f"{folder} (in data.train or data.held_out) is no `datasets` folder and holds no {', '.join(SUFFIXES)} file")
     return files
 
 

@@ -177,7 +177,8 @@ def run(cfg: Config, for_training: bool = False) -> None:
     _stop_if_too_many(cfg, rejects, found.rows)
     manifest.begin(cfg.data_dir, inputs)
     write_text(cfg.data_dir / "config.yaml", config_yaml(cfg))
-    with Target(cfg, folder, sorted(template.stop_ids), _to_render(work, template)) as target:
+    by_engine = cfg.data.responses.backend is ResponseBackend.vllm and not keep
+    with Target(cfg, folder, sorted(template.stop_ids), _to_render(work, template) if by_engine else []) as target:
         if not keep:
             _generate(cfg, found, work, template, target)
         work.rendering = target.rendering()

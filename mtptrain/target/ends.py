@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtptrain.errors import UserError
-from mtptrain.files import hash_bytes, hash_file, hash_json, read_json, with_hash, without_hash, write_json
+from mtptrain.files import hash_bytes, hash_file, hash_json, read_hashed, with_hash, write_json
 from mtptrain.target.cache import cache_dir, locked
 from mtptrain.target.spec import FAMILIES, TargetSpec, read_spec
 
@@ -165,16 +164,9 @@ def _cached_hash(path: Path) -> str:
     key = {"path": where, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
     entry = cache_dir() / "hashes" / f"{hash_bytes(where.encode())}.json"
     with locked(entry):
-        if (known := _cached(entry)) is not None and known["key"] == key:
+        known = read_hashed(entry) if entry.exists() else None  # a damaged one is made anew
+        if known is not None and known["key"] == key:
             return str(known["digest"])
         digest = hash_file(path)
         write_json(entry, with_hash({"key": key, "digest": digest}))
         return digest
-
-
-def _cached(entry: Path) -> dict[str, Any] | None:
-    """None also where it is damaged: the file is hashed again then."""
-    try:
-        return without_hash(read_json(entry)) if entry.exists() else None
-    except UserError:
-        return None
