@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CHUNK_BYTES = 1 << 22
+_JOBS = {"data": "prepare", "store": "precompute", "train": "train", "report": "validate", "export": "export"}
+"""Which job fills a run's folder."""
 
 
 def fsync_dir(folder: Path) -> None:
@@ -58,9 +60,15 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
-        raise UserError(f"{path} is missing; run the stage that writes it again") from e
+        raise UserError(f"{path} is missing; {_made_by(path)}") from e
     except (UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise UserError(f"{path} is damaged ({e}); delete it and run the stage that writes it again") from e
+        raise UserError(f"{path} is damaged ({e}); delete it, then {_made_by(path)}") from e
+
+
+def _made_by(path: Path) -> str:
+    """Which job makes a file of a run again."""
+    job = _JOBS.get(path.parent.name)
+    return "run the stage that writes it again" if job is None else f"python -m mtptrain.{job} (with the same arguments) makes it again"
 
 
 def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:

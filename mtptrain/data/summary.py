@@ -3,19 +3,21 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from mtptrain.data.documents import HELD_OUT, TRAIN, Document
-from mtptrain.data.readers import Reject
+
+if TYPE_CHECKING:
+    from mtptrain.data.readers import Reject  # takes two seconds, of which the store's commands need none
 
 
 def summarise(
     documents: Sequence[Document],
     stop_ids: Collection[int],
-    rejects: Sequence[Reject],
+    rejects: "Sequence[Reject]",
     dropped: Mapping[str, int],
     cut: int,
     unanswered: Mapping[str, int],
@@ -88,10 +90,9 @@ def print_summary(console: Console, folder: Path, results: Mapping[str, Any]) ->
         say(console, "prompts were not compared with an engine's own (no engine answered; validate compares them)")
     else:
         say(console, f"prompts of {rendering['dialogues']} dialogues: {rendering['equal']} are the engine's own, token for token")
-    for key, words in (("rejects", "rejected"), ("dropped", "dropped"), ("unanswered_turns", "turns left unanswered")):
+    for key, words in (("rejects", "rejected:"), ("dropped", "dropped:"), ("unanswered_turns", "turns left unanswered, because")):
         if results[key]:
-            told = ", ".join(f"{n} {reason}" for reason, n in results[key].items())
-            say(console, f"{words}: {told}")
+            say(console, f"{words} " + "; ".join(f"{reason} ({n:,})" for reason, n in results[key].items()))
     if results["cut"]:
         say(console, f"{results['cut']} documents cut at data.max_length")
     say(console, f"{folder / 'documents.parquet'}; look at {folder / 'samples.html'}")

@@ -14,7 +14,7 @@ from mtptrain.checkpoint import load_checkpoint
 from mtptrain.config import Config
 from mtptrain.errors import UserError
 from mtptrain.exporters.public import captures_in, files_of, import_head
-from mtptrain.files import hash_file, hash_json, read_json
+from mtptrain.files import hash_file, hash_json, read_hashed
 from mtptrain.heads.build import head_from_record, kind_of
 from mtptrain.heads.captures import captures_of
 from mtptrain.heads.drafter import Drafter, bind
@@ -27,6 +27,7 @@ from mtptrain.target.resolve import resolve_target
 from mtptrain.target.spec import TargetSpec
 
 BEST = "best"
+_TRAIN_AGAIN = "delete {} and train again"
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ def load_trained_head(cfg: Config, context: Context) -> TrainedHead:
         results = {"checkpoint": cfg.head.checkpoint, "parameters": sum(p.numel() for p in head.parameters())}
     else:
         results = manifest.require(cfg.train_dir, "the trained head", "python -m mtptrain.train (with the same arguments)")["results"]
-        groups, state = load_checkpoint(cfg.train_dir / BEST, f"delete {cfg.train_dir} and train again")
+        groups, state = load_checkpoint(cfg.train_dir / BEST, _TRAIN_AGAIN.format(cfg.train_dir))
         head = head_from_record(state["head"])
         head.load_state_dict(groups["head"])
     return TrainedHead(head.to(context.device).eval().requires_grad_(False), trained_head_hash(cfg), results)
@@ -115,7 +116,10 @@ def trained_head_hash(cfg: Config) -> str:
     """Content hash of the head that `load_trained_head` loads."""
     if cfg.head.checkpoint is not None and not cfg.train_dir.exists():
         return checkpoint_hash(cfg)
-    return read_json(cfg.train_dir / BEST / "state.json")["hashes"]["head"]
+    path = cfg.train_dir / BEST / "state.json"
+    if (state := read_hashed(path)) is None:
+        raise UserError(f"{path} is missing or damaged; {_TRAIN_AGAIN.format(cfg.train_dir)}")
+    return str(state["hashes"]["head"])
 
 
 def checkpoint_hash(cfg: Config) -> str:

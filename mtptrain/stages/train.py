@@ -31,6 +31,7 @@ from mtptrain.stages.context import (
     open_context,
     open_store,
     store_fingerprint,
+    trained_head_hash,
     wanted_captures,
 )
 from mtptrain.stages.vocabulary import draft_vocabulary, loss_vocabulary
@@ -53,12 +54,16 @@ def run(cfg: Config) -> None:
     context = open_context(cfg)
     inputs = train_inputs(cfg, context, fingerprint)
     if manifest.is_complete(cfg.train_dir, inputs, cfg.on_stale):
+        trained_head_hash(cfg)  # damage is found before anyone is told that all is well
         print(f"train: {cfg.train_dir} is complete", flush=True)
         return
     store = open_store(cfg, wanted_captures(cfg, context.spec))
     documents, held_out = training_documents(store), store.indices("held_out")
     if not held_out:
-        raise UserError(f"{cfg.store_dir} has no held-out documents; set data.held_out or data.held_out_fraction and prepare again")
+        raise UserError(
+            f"{cfg.store_dir} has no held-out documents; set data.held_out or data.held_out_fraction and prepare again, "
+            "or merge it with a run that has some (python -m mtptrain.store merge)"
+        )
     manifest.begin(cfg.train_dir, inputs)
     write_text(cfg.train_dir / "config.yaml", config_yaml(cfg))
     head = initial_head(cfg, context, store, documents)
@@ -212,7 +217,7 @@ def _print_start(cfg: Config, head: DraftHead, store: Store, documents: list[int
     parameters = sum(p.numel() for p in head.parameters())
     rows = sum(supervised_rows(store.entries[i].spans) for i in documents)
     print(
-        f"train: {cfg.head.kind.name} head, {parameters:,} parameters, {len(documents):,} documents, {rows:,} supervised rows, "
+        f"train: {cfg.head_dir.name} head, {parameters:,} parameters, {len(documents):,} documents, {rows:,} supervised rows, "
         f"{cfg.train.epochs} epochs, {updates:,} updates",
         flush=True,
     )

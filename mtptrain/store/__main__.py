@@ -23,13 +23,12 @@ from mtptrain import manifest
 from mtptrain.data.documents import HELD_OUT, TRAIN
 from mtptrain.errors import UserError
 from mtptrain.signals import exit_status, handled
-from mtptrain.store.derive import filter_run, merge
 from mtptrain.store.verify import describe, find_damage
 
 
 def _store(folder: Path) -> Path:
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; name a run's, such as runs/smollm2")
+        raise UserError(f"{folder} is no folder; name a run's, such as runs/smollm2")
     return folder / "store" if (folder / "store").is_dir() else folder
 
 
@@ -70,10 +69,14 @@ def _verify(arguments: argparse.Namespace) -> None:
 def _merge(arguments: argparse.Namespace) -> None:
     if len(arguments.runs) < 2:
         raise UserError("merge needs two runs at least: python -m mtptrain.store merge NEW RUN RUN ...")
+    from mtptrain.store.derive import merge  # it and what it needs take a second
+
     _tell(arguments.new, merge(arguments.new, arguments.runs))
 
 
 def _filter(arguments: argparse.Namespace) -> None:
+    from mtptrain.store.derive import filter_run
+
     tokens = (arguments.min_tokens, arguments.max_tokens)
     ids, without_ids = _ids(arguments.ids), _ids(arguments.without_ids)
     _tell(arguments.new, filter_run(arguments.new, arguments.run, arguments.source, arguments.split, ids, without_ids, tokens))
@@ -86,7 +89,7 @@ def _ids(file: Path | None) -> list[str]:
     try:
         return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"cannot read {file}: {e}") from e
+        raise UserError(f"cannot read {file} ({e}); --ids and --without-ids name a file of document ids, one a line") from e
 
 
 def _tell(new: Path, dropped: Counter[str]) -> None:
@@ -94,6 +97,9 @@ def _tell(new: Path, dropped: Counter[str]) -> None:
     print(f"{found['documents']:,} documents, {found['tokens']:,} tokens in {found['shards']} shards -> {new}")
     if dropped:
         print(f"dropped: {', '.join(f'{n:,} {reason}' for reason, n in dropped.items())}")
+    for split in (TRAIN, HELD_OUT):
+        if not any(source.endswith(f"({split})") for source in found["sources"]):
+            print(f"it has no {split} documents, and a head needs some: merge it with a run that has")
     print(f"train on it with root={new.parent} name={new.name} and what else the other runs had")
 
 

@@ -68,6 +68,9 @@ def merge(target: Path, folders: Sequence[Path]) -> Counter[str]:
 
     A training document that is, or has the prompt of, a held-out one of any run is dropped: heads are measured on those.
     """
+    for i, folder in enumerate(folders):
+        if folder.resolve() in {other.resolve() for other in folders[:i]}:
+            raise UserError(f"{folder} is named twice")
     runs = [Run.open(folder) for folder in folders]
     held_out = [d for run in runs for d in run.documents if d.split == HELD_OUT]
     measured, prompts = {content(d) for d in held_out}, {prompt(d) for d in held_out}
@@ -96,12 +99,12 @@ def filter_run(
 ) -> Counter[str]:
     """`target`: a run with the documents that fit every condition given. Returns how many were dropped, by reason."""
     run = Run.open(folder)
-    for given, known, what in (
-        (sources, {d.source for d in run.documents}, "source"),
-        ({*ids, *without_ids}, {d.id for d in run.documents}, "document"),
+    for given, known, what, most in (
+        (sources, {d.source for d in run.documents}, "source", 100),
+        ({*ids, *without_ids}, {d.id for d in run.documents}, "document", 8),
     ):
         if unknown := sorted(set(given) - known):
-            shown = ", ".join(sorted(known)[:8]) + (", ..." if len(known) > 8 else "")
+            shown = ", ".join(sorted(known)[:most]) + (", ..." if len(known) > most else "")
             raise UserError(f"{folder} has no {what} {unknown[0]!r}; it has {shown}")
 
     def why_not(document: Document) -> str | None:

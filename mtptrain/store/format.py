@@ -97,9 +97,16 @@ def part_path(folder: Path, shard: int, part: str) -> Path:
     return folder / f"{shard:05d}.{part}.safetensors"
 
 
+_CORRUPT = ".corrupt"
+
+
 def corrupt_path(path: Path) -> Path:
     """Where a corrupt file is set aside until it is made anew."""
-    return path.with_name(f"{path.name}.corrupt")
+    return path.with_name(path.name + _CORRUPT)
+
+
+def is_set_aside(path: Path) -> bool:
+    return path.suffix == _CORRUPT
 
 
 def part_fingerprint(store_fingerprint: str, part: str, codec: dict[str, Any] | None) -> str:

@@ -9,7 +9,17 @@ from tqdm import tqdm
 from mtptrain import manifest
 from mtptrain.errors import UserError
 from mtptrain.files import hash_json
-from mtptrain.store.format import TOKENS, Sidecar, StoreDamage, check_content, check_part, part_path, read_sidecar, sidecar_path
+from mtptrain.store.format import (
+    TOKENS,
+    Sidecar,
+    StoreDamage,
+    check_content,
+    check_part,
+    is_set_aside,
+    part_path,
+    read_sidecar,
+    sidecar_path,
+)
 
 
 def find_damage(folder: Path, whole: bool = True) -> Iterator[str]:
@@ -46,7 +56,7 @@ def _look(folder: Path, found: dict[str, Any], whole: bool) -> Iterator[Sidecar 
             except StoreDamage as damage:
                 yield damage.problem
     for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name not in known and not path.name.startswith("."):
+        if path.is_file() and path.name not in known and not path.name.startswith(".") and not is_set_aside(path):
             yield f"{path} is no file of this store"
 
 

@@ -98,8 +98,8 @@ def test_fault_16_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -
 
 
 def test_a_missing_file_of_ours_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"report\.json is missing; run the stage"):
-        read_json(tmp_path / "report.json")
+    with pytest.raises(UserError, match=r"report\.json is missing; python -m mtptrain\.validate"):
+        read_json(tmp_path / "report/report.json")
 
 
 def test_two_processes_do_not_work_in_one_folder(tmp_path: Path) -> None:
