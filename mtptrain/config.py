@@ -446,6 +446,17 @@ class OptimConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class DeepSpeedConfig:
+    """DeepSpeed's ZeRO, for heads whose weights, gradients and moments are too much for one GPU."""
+
+    stage: int = 0
+    """Each rank keeps its part of the moments (1), of the gradients as well (2), and of the weights (3); 0: all of it."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.stage <= 3, "train.deepspeed.stage", self.stage, "must be 0, 1, 2 or 3")
+
+
+@dataclass(slots=True, kw_only=True)
 class TrainConfig:
     """Training of the head on the store."""
 
@@ -457,7 +468,11 @@ class TrainConfig:
     batch_tokens: int = 2048
     """Token budget of one packed batch."""
     accumulate: int = 1
-    """Batches an optimizer update."""
+    """Batches an optimizer update, shared by the ranks."""
+    ranks: int = 0
+    """Processes that train together on this machine; 0: one a GPU, at most one a batch of an update. Under a launcher (torchrun,
+    `accelerate launch`, srun) there are as many as it started."""
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     dtype: Dtype = Dtype.auto
     """Compute dtype; weights keep float32 masters."""
     loss: LossConfig = field(default_factory=LossConfig)
@@ -493,11 +508,18 @@ class TrainConfig:
             "keep",
         ):
             _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "must be at least 1")
+        _require(
+            0 <= self.ranks <= self.accumulate,
+            "train.ranks",
+            self.ranks,
+            f"must be >= 0 and at most train.accumulate={self.accumulate}, the batches of an update that ranks share",
+        )
         _require(self.steps <= 16, "train.steps", self.steps, "must be at most 16")
         _require(self.max_updates is None or self.max_updates >= 1, "train.max_updates", self.max_updates, "must be at least 1")
         _require(self.spike is None or self.spike > 1, "train.spike", self.spike, "must be above 1, or null")
         _require(self.max_skipped >= 0, "train.max_skipped", self.max_skipped, "must be >= 0")
         _require(0 <= self.ema < 1, "train.ema", self.ema, "must be in [0, 1)")
+        _require(not (self.ema and self.deepspeed.stage == 3), "train.ema", self.ema, "needs train.deepspeed.stage below 3")
         _require(self.feature_noise >= 0, "train.feature_noise", self.feature_noise, "must be >= 0")
         weights = self.loss.step_weights
         _require(

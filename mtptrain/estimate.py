@@ -191,7 +191,7 @@ def estimate(cfg: Config, auto_bytes: int = 4, spec: TargetSpec | None = None) -
 def _forward_flops(plan: Plan) -> float:
     """Of one token through the target, lm_head included; the embedding is a look-up."""
     spec = plan.spec
-    return 2.0 * (spec.num_layers * sizes.layer_parameters(spec) + spec.vocab_size * spec.hidden_size)
+    return 2.0 * (sizes.layers_parameters(spec, active=True) + spec.vocab_size * spec.hidden_size)
 
 
 def _prepare(cfg: Config, plan: Plan, width: int) -> Stage:
@@ -216,7 +216,7 @@ def _precompute(cfg: Config, plan: Plan, width: int) -> Stage:
     shard = cfg.store.shard_tokens * plan.bytes_per_token * 2  # the states, and the file's bytes before they are written
     return Stage(
         memory=_PROCESS_BYTES + plan.target_parameters * width + activations + min(shard, 2 * plan.store_bytes),
-        flops=2.0 * spec.num_layers * sizes.layer_parameters(spec) * plan.volume.tokens,
+        flops=2.0 * sizes.layers_parameters(spec, active=True) * plan.volume.tokens,
         rows=rows,
         tokens=plan.volume.tokens,
         tokens_per_second=cfg.plan.precompute_tokens_per_second,

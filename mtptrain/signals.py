@@ -6,12 +6,13 @@ Outside of `deferred` a signal raises `Interrupted` where the program is; what i
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _noted: list[int] = []
+_together = False
 
 
 class Interrupted(KeyboardInterrupt):
@@ -35,19 +36,39 @@ def handled() -> Iterator[None]:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
-    """Inside, a signal is noted, for `check` to raise where the work may end. A second one raises a plain KeyboardInterrupt at once."""
+def handlers_kept() -> Iterator[None]:
+    """What handles signals before this handles them after it again, whatever a library sets inside."""
+    with ExitStack() as restored:
+        for number in (*_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
+            restored.callback(signal.signal, number, signal.getsignal(number))
+        yield
+
+
+@contextmanager
+def deferred(together: bool = False) -> Iterator[None]:
+    """Inside, a signal is noted, for `check` to raise where the work may end. A second one raises a plain KeyboardInterrupt at once.
+
+    `together`: several processes are at work, which must end at the same point: `check` raises nothing, they agree on what is `noted`.
+    """
+    global _together
     _noted.clear()
+    _together = together
     try:
         with _handler(_note):
             yield
     finally:
         _noted.clear()
+        _together = False
+
+
+def noted() -> int | None:
+    """The signal that came, if one did."""
+    return _noted[0] if _noted else None
 
 
 def check() -> None:
     """Raise `Interrupted` if a signal came; called where nothing is half done."""
-    if _noted:
+    if _noted and not _together:
         raise Interrupted(_noted[0])
 
 

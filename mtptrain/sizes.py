@@ -6,7 +6,7 @@ from dataclasses import replace
 from mtptrain.config import HeadConfig, HeadKind, OutputProjection, StoreConfig
 from mtptrain.heads.captures import eagle3_captures, eagle3_kv_heads
 from mtptrain.store.codec_bytes import state_bytes
-from mtptrain.target.spec import TargetSpec
+from mtptrain.target.spec import Experts, Latent, TargetSpec
 
 TOKEN_BYTES = 5
 """A stored token's id (int32) and mask (bool)."""
@@ -19,16 +19,38 @@ def attention_parameters(spec: TargetSpec, *, bias: bool, qk_norm: bool) -> int:
     return matrices + (queries + 2 * keys if bias else 0) + (2 * spec.head_dim if qk_norm else 0)
 
 
+def latent_attention_parameters(spec: TargetSpec, latent: Latent) -> int:
+    """Of MLA, with the norms of its small vectors."""
+    key, size = latent.plain + latent.rotated, spec.hidden_size
+    rank = latent.query_rank
+    queries = size * spec.num_heads * key if rank is None else rank * (size + 1 + spec.num_heads * key)
+    keys = size * (latent.rank + latent.rotated) + latent.rank + latent.rank * spec.num_heads * (latent.plain + latent.value)
+    return queries + keys + spec.num_heads * latent.value * size
+
+
 def mlp_parameters(spec: TargetSpec) -> int:
     """gate, up, down."""
     return 3 * spec.hidden_size * spec.intermediate_size
 
 
-def layer_parameters(spec: TargetSpec) -> int:
-    """One decoder layer of the target, with its two norms."""
+def experts_parameters(spec: TargetSpec, experts: Experts, *, active: bool) -> int:
+    """Of one layer's, with their router. `active`: what one token is multiplied with."""
+    width = (experts.chosen if active else experts.count) * experts.width + experts.shared_width
+    return spec.hidden_size * (3 * width + experts.count + experts.shared_gate)
+
+
+def layers_parameters(spec: TargetSpec, *, active: bool = False) -> int:
+    """All decoder layers of the target, each with its two norms. `active`: what one token is multiplied with."""
+    if spec.latent is not None:
+        attention = latent_attention_parameters(spec, spec.latent)
+    else:
+        attention = attention_parameters(spec, bias=spec.attention_bias, qk_norm=spec.qk_norm)
     out_bias = spec.hidden_size if spec.attention_out_bias else 0
-    attention = attention_parameters(spec, bias=spec.attention_bias, qk_norm=spec.qk_norm)
-    return attention + out_bias + mlp_parameters(spec) + 2 * spec.hidden_size
+    with_experts = spec.experts.layers if spec.experts else 0
+    mlps = (spec.num_layers - with_experts) * mlp_parameters(spec)
+    if spec.experts:
+        mlps += with_experts * experts_parameters(spec, spec.experts, active=active)
+    return spec.num_layers * (attention + out_bias + 2 * spec.hidden_size) + mlps
 
 
 def ends_parameters(spec: TargetSpec) -> int:
@@ -37,8 +59,8 @@ def ends_parameters(spec: TargetSpec) -> int:
 
 
 def target_parameters(spec: TargetSpec) -> int:
-    """All of a dense target."""
-    return spec.num_layers * layer_parameters(spec) + spec.hidden_size + ends_parameters(spec)
+    """All of the target."""
+    return layers_parameters(spec) + spec.hidden_size + ends_parameters(spec)
 
 
 def head_parameters(head: HeadConfig, spec: TargetSpec) -> int:
@@ -78,4 +100,8 @@ def stored_bytes_per_token(store: StoreConfig, captures: Collection[str], spec: 
 
 
 def kv_bytes_per_token(spec: TargetSpec, element_bytes: int) -> int:
+    """Keys and values of all layers (of MLA as transformers caches them, spread out to every head)."""
+    if spec.latent is not None:
+        a_head = spec.latent.plain + spec.latent.rotated + spec.latent.value
+        return spec.num_layers * spec.num_heads * a_head * element_bytes
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element_bytes

@@ -8,7 +8,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,17 @@ from mtptrain.data.order import epoch_batches
 from mtptrain.errors import UserError
 from mtptrain.files import append_jsonl, read_jsonl_durable, write_text
 from mtptrain.heads.alignment import supervised_rows
-from mtptrain.heads.build import head_record
+from mtptrain.heads.build import head_from_record, head_record
 from mtptrain.heads.drafter import Drafter
 from mtptrain.heads.head import DraftHead
 from mtptrain.heads.lm_head import LmHead
 from mtptrain.heads.unroll import Unroll, true_token_steps
 from mtptrain.heap import give_back
 from mtptrain.losses import RowStatistics, distillation_kl, hidden_match, step_weights
-from mtptrain.optim import build_adamw, load_moments, lr_factor, moments, set_lr
-from mtptrain.signals import Interrupted, check, deferred
+from mtptrain.optim import build_adamw, lr_factor, set_lr
+from mtptrain.ranks import ALONE, Ranks
+from mtptrain.signals import Interrupted, deferred, noted
+from mtptrain.stepper import Stepper
 from mtptrain.store.reader import Store
 
 LOG = "log.jsonl"
@@ -86,10 +88,11 @@ class Trainer:
         device: torch.device,
         evaluate: Callable[[DraftHead], dict[str, Any]],
         on_log: Callable[[dict[str, Any]], None],
+        ranks: Ranks = ALONE,
     ) -> None:
         self.config, self.head, self.store, self.folder = config, drafter.head, store, folder
         self._seed, self._drafter, self._loss_head = seed, drafter, loss_head
-        self._dtype, self._device, self._evaluate, self._on_log = dtype, device, evaluate, on_log
+        self._dtype, self._device, self._evaluate, self._on_log, self._ranks = dtype, device, evaluate, on_log, ranks
         lengths = [store.entries[i].length for i in documents]
         batches = [
             b for e in range(config.epochs) for b in epoch_batches(documents, lengths, budget=config.batch_tokens, seed=seed, epoch=e)
@@ -98,6 +101,7 @@ class Trainer:
         self.updates = groups[: config.max_updates]
         self.weights = step_weights(config.steps, config.loss.step_decay, config.loss.step_weights)
         self.optimizer = build_adamw(config.optim, self.head)
+        self._stepper = Stepper(self.head, self.optimizer, ranks, config.optim.clip)
         self.ema = {n: p.detach().clone() for n, p in self.head.named_parameters()} if config.ema else {}
         self.progress = Progress()
         self._drafted_V: Tensor | None = None
@@ -156,36 +160,55 @@ class Trainer:
         return (uniform_TH * scale_T1).to(self._device, self._dtype)
 
     def update(self, batches: list[list[int]]) -> dict[str, Any]:
-        """One optimizer update over `batches`; returns its log row."""
+        """One optimizer update over `batches`, of which each rank computes its share; returns its log row.
+
+        Gradients are sums over the valid rows of all batches, so they do not depend on how batches are shared but for rounding.
+        """
         entries = self.store.entries
         rows = sum(supervised_rows(entries[i].spans) for documents in batches for i in documents)
         factor = lr_factor(self.config.optim, self.progress.update, len(self.updates))
         set_lr(self.optimizer, self.config.optim.lr * factor)
-        self.optimizer.zero_grad(set_to_none=True)
-        total, statistics = 0.0, []
-        for number, documents in enumerate(batches):
-            batch = load_batch(self.store, documents, self.head.captures, self.config.steps, self._dtype, self._device)
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
-                loss, steps = self.batch_loss(batch, self._noise(documents, number))
-            value = float(loss.detach()) / rows
-            if not math.isfinite(value):
-                return self._bad(f"loss is {value}", documents)
-            (loss / rows).backward()
-            total += value
-            statistics.append(steps)
+        self._stepper.begin()
+        done, loss = [], None
+        for number in self._stepper.turns(len(batches)):
+            if loss is not None:
+                self._stepper.backward(loss, is_last=False)
+            loss, result = self._forward(batches, number, rows)
+            if result is not None:
+                done.append(result)
+        found = sorted((batch for part in self._ranks.gather(done) for batch in part), key=lambda batch: batch.number)
+        total = sum(batch.loss for batch in found)
         every = [i for documents in batches for i in documents]
-        if self._is_spike(total):
-            return self._bad(f"loss is {total:.4g}, {total / self.progress.mean_loss:.1f} times the mean of those before", every)
-        norm = self._clip()
+        problem = next(((f"loss is {batch.loss}", batches[batch.number]) for batch in found if not math.isfinite(batch.loss)), None)
+        if problem is None and self._is_spike(total):
+            problem = (f"loss is {total:.4g}, {total / self.progress.mean_loss:.1f} times the mean of those before", every)
+        if problem is not None:
+            self._stepper.discard(loss)
+            return self._bad(*problem)
+        if loss is not None:
+            self._stepper.backward(loss, is_last=True)
+        norm = self._stepper.step()
         if not math.isfinite(norm):
             return self._bad(f"the gradient's norm is {norm}", every)
-        self.optimizer.step()
         self._average()
         self._count(total)
         self.progress.update += 1
         self.progress.tokens += sum(entries[i].length for i in every)
         self.progress.supervised += rows
-        return {"loss": total, "lr": self.config.optim.lr * factor, "grad_norm": norm, **_summary(statistics)}
+        return {"loss": total, "lr": self.config.optim.lr * factor, "grad_norm": norm, **_means(found)}
+
+    def _forward(self, batches: list[list[int]], number: int | None, rows: int) -> tuple[Tensor, "BatchResult | None"]:
+        """The loss of one of an update's batches, of `rows` valid rows in all. `number` None: a loss of 0 that only has a gradient of 0."""
+        documents = batches[number or 0]
+        batch = load_batch(self.store, documents, self.head.captures, self.config.steps, self._dtype, self._device)
+
+        def compute() -> tuple[Tensor, list[RowStatistics]]:
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
+                loss, steps = self.batch_loss(batch, self._noise(documents, number or 0))
+            return loss / rows if number is not None else loss * 0.0, steps
+
+        loss, steps = self._stepper.forward(compute)
+        return loss, None if number is None else BatchResult(number, float(loss.detach()), [_sums(step) for step in steps])
 
     def _is_spike(self, loss: float) -> bool:
         known = self.progress.update - self.progress.skipped
@@ -202,16 +225,11 @@ class Trainer:
         told = f"{problem} at update {at}; weights are unchanged; its documents: {names}"
         if self.config.bad_update is BadUpdate.stop:
             raise UserError(f"{told}; train.bad_update=skip passes over such updates")
-        self.optimizer.zero_grad(set_to_none=True)
         self.progress.update += 1
         self.progress.skipped += 1
         if self.progress.skipped > self.config.max_skipped:
             raise UserError(f"{told}; it is one more than train.max_skipped={self.config.max_skipped}")
         return {"skipped": problem, "documents": [self.store.entries[i].id for i in documents]}
-
-    def _clip(self) -> float:
-        limit = self.config.optim.clip or float("inf")
-        return float(torch.nn.utils.clip_grad_norm_(self.head.parameters(), limit))
 
     def _average(self) -> None:
         for name, parameter in self.head.named_parameters() if self.ema else ():
@@ -222,7 +240,7 @@ class Trainer:
     def run(self) -> Progress:
         """Train to the end, from the newest checkpoint if there is one. Interrupted, it saves one and then ends."""
         self._resume()
-        with deferred():
+        with deferred(together=self._ranks.world > 1):
             try:
                 self._loop()
             except Interrupted:
@@ -230,10 +248,17 @@ class Trainer:
                 raise
         return self.progress
 
+    def _end_if_asked(self) -> None:
+        """Raise Interrupted if a signal came, to any rank: all end after the same update."""
+        signals = [number for number in self._ranks.gather(noted()) if number is not None]
+        if signals:
+            raise Interrupted(signals[0])
+
     def _loop(self) -> None:
         last_log = (time.monotonic(), self.progress.tokens, self.progress.supervised)
         total = len(self.updates)
-        with tqdm(total=total, initial=self.progress.update, desc="train", unit="update", mininterval=1.0) as bar:
+        hidden = not self._ranks.is_first
+        with tqdm(total=total, initial=self.progress.update, desc="train", unit="update", mininterval=1.0, disable=hidden) as bar:
             self._evaluate_if_due()
             while self.progress.update < total:
                 began = time.monotonic()
@@ -253,7 +278,7 @@ class Trainer:
                 self._evaluate_if_due()
                 if done % self.config.checkpoint_every == 0 or done == total:
                     self._save()
-                check()
+                self._end_if_asked()
 
     def _evaluate_if_due(self) -> None:
         done, total = self.progress.update, len(self.updates)
@@ -261,32 +286,36 @@ class Trainer:
             self._evaluate_and_keep_best()
 
     def _log(self, row: dict[str, Any]) -> None:
+        if not self._ranks.is_first:
+            return
         append_jsonl(self.folder / LOG, [row])
         self._on_log(row)
 
     def evaluated_weights(self) -> dict[str, Tensor]:
-        """The tensors that are evaluated and exported: the weights' average where there is one."""
-        return {n: t.detach() for n, t in self.head.state_dict().items()} | self.ema
+        """The tensors that are evaluated and exported: the weights' average where there is one. Called by every rank."""
+        return self._stepper.weights() | self.ema
 
     def _evaluate_and_keep_best(self) -> None:
-        trained = {n: t.detach().clone() for n, t in self.head.state_dict().items()}
-        self.head.load_state_dict(self.evaluated_weights())
+        weights, head = self.evaluated_weights(), self.head
+        if self.ema or self._stepper.is_partitioned:
+            head = head_from_record(head_record(self.head)).to(self._device)
+            head.load_state_dict(weights)
         began = time.monotonic()
-        try:
-            result = self._evaluate(self.head)
-        finally:
-            self.head.load_state_dict(trained)
+        result = self._evaluate(head)
         self.progress.walk_seconds += time.monotonic() - began
         score = result["mean_accepted_length"]
         if score > self.progress.best_score:
             self.progress.best_score, self.progress.best_update = score, self.progress.update
             state = {"update": self.progress.update, "walk": result, "head": head_record(self.head)}
-            save_checkpoint(self.folder / "best", {"head": self.evaluated_weights()}, state)
+            if self._ranks.is_first:
+                save_checkpoint(self.folder / "best", {"head": weights}, state)
         self.progress.evaluated = self.progress.update
         self._log({"update": self.progress.update, "walk": result})
 
     def _save(self) -> None:
-        groups = {"head": self.head.state_dict(), "optimizer": moments(self.optimizer, self.head)}
+        groups = {"head": self._stepper.weights(), "optimizer": self._stepper.moments()}
+        if not self._ranks.is_first:
+            return
         if self.ema:
             groups["ema"] = self.ema
         folder = self.folder / "checkpoints"
@@ -295,26 +324,50 @@ class Trainer:
 
     def _resume(self) -> None:
         """Continue from the newest checkpoint; log rows written after it are cut off, they will be written again."""
-        found = checkpoints(self.folder / "checkpoints")
-        if found:
-            groups, state = load_checkpoint(found[-1])
+        groups: dict[str, dict[str, Tensor]] = {}
+        newest = self._ranks.first(lambda: next(reversed(checkpoints(self.folder / "checkpoints")), None))
+        if newest is not None:
+            groups, state = load_checkpoint(newest)
             self.head.load_state_dict(groups["head"])
-            load_moments(self.optimizer, self.head, groups["optimizer"])
             for name, tensor in groups.get("ema", {}).items():
                 self.ema[name].copy_(tensor)
             self.progress = Progress(**state["progress"])
-            prune(self.folder / "checkpoints", self.config.keep)  # killed between the newest one's rename and this
+        if self.config.deepspeed.stage:
+            from mtptrain.zero import ZeroStepper
+
+            self._stepper = ZeroStepper(self.config.deepspeed.stage, self.head, self.optimizer, self._ranks, self.config.optim.clip)
+        self._stepper.load_moments(groups.get("optimizer", {}))
+        self._ranks.first(self._cut)
+
+    def _cut(self) -> None:
+        """What lies before and after the point that training goes on from."""
+        prune(self.folder / "checkpoints", self.config.keep)  # killed between the newest one's rename and this
         rows = list(read_jsonl_durable(self.folder / LOG))
         kept = [r for r in rows if r["update"] <= self.progress.update]
         if len(kept) < len(rows):
             write_text(self.folder / LOG, "".join(json.dumps(r) + "\n" for r in kept))
 
 
-def _summary(statistics: list[list[RowStatistics]]) -> dict[str, list[float]]:
-    """Means over the update's rows, one value a step."""
-    out: dict[str, list[float]] = {"kl": [], "overlap": [], "match": []}
-    for steps in zip(*statistics, strict=True):
-        for key in out:
-            rows = torch.cat([getattr(s, f"{key}_S") for s in steps])
-            out[key].append(float(rows.mean()) if len(rows) else 0.0)
-    return out
+@dataclass(slots=True, frozen=True)
+class BatchResult:
+    """What a batch, the `number`-th of its update, came to."""
+
+    number: int
+    loss: float
+    """Its part of the update's."""
+    sums: list[list[float]]
+    """Of each step: valid rows, and over them the sums of `_KINDS`."""
+
+
+_KINDS = ("kl", "overlap", "match")
+
+
+def _sums(step: RowStatistics) -> list[float]:
+    found = torch.stack([getattr(step, f"{kind}_S").double().sum() for kind in _KINDS]).tolist()
+    return [float(len(step.kl_S)), *found]
+
+
+def _means(batches: Sequence[BatchResult]) -> dict[str, list[float]]:
+    """Over the update's rows, one value a step."""
+    steps = [[sum(parts) for parts in zip(*of_step, strict=True)] for of_step in zip(*(b.sums for b in batches), strict=True)]
+    return {kind: [step[1 + i] / max(step[0], 1.0) for step in steps] for i, kind in enumerate(_KINDS)}

@@ -1,9 +1,13 @@
 """The train stage: a head on the store, its best checkpoint chosen by the offline walk on held-out documents."""
 
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -11,7 +15,7 @@ import torch
 from mtptrain import manifest
 from mtptrain.batches import Batch, load_batch
 from mtptrain.config import Config, HeadInit, HeadKind, TrainConfig
-from mtptrain.config_io import config_yaml
+from mtptrain.config_io import config_yaml, load_config
 from mtptrain.errors import UserError
 from mtptrain.files import write_text
 from mtptrain.heads.alignment import supervised_rows
@@ -21,6 +25,7 @@ from mtptrain.heads.head import DraftHead, init_random
 from mtptrain.heads.least_squares import init_least_squares
 from mtptrain.heads.lm_head import LmHead, lm_head_of
 from mtptrain.heads.lookup import init_lookup
+from mtptrain.ranks import ALONE, Ranks, announced, join, launch, run_as_rank
 from mtptrain.report.measurement import measure
 from mtptrain.report.tracking import Tracker
 from mtptrain.stages.context import (
@@ -38,6 +43,7 @@ from mtptrain.stages.vocabulary import draft_vocabulary, loss_vocabulary
 from mtptrain.stages.walk import walk_documents
 from mtptrain.store.reader import Store
 from mtptrain.target.ends import load_last_layer, weights_hash
+from mtptrain.target.model import pick_device
 from mtptrain.trainer import Progress, Trainer
 
 _FUSION_LR = 0.2
@@ -49,13 +55,51 @@ _LOOKUP_LR = {"fusion_lr": 0.1, "query_key_lr": 0.2, "value_output_lr": 0.4}
 
 
 def run(cfg: Config) -> None:
-    """Train `cfg.head` into `cfg.train_dir`, resuming where it stopped. Raises UserError."""
+    """Train `cfg.head` into `cfg.train_dir`, resuming where it stopped, in as many processes as asked for. Raises UserError."""
+    if announced():
+        _train(cfg, join(pick_device(cfg.device).type == "cpu", cfg.threads))
+    elif (count := ranks_to_start(cfg)) > 1:
+        _launch(cfg, count)
+    else:
+        _train(cfg, ALONE)
+
+
+def ranks_to_start(cfg: Config) -> int:
+    """How many processes train on this machine where no launcher started any."""
+    if cfg.train.ranks:
+        return cfg.train.ranks
+    return min(torch.cuda.device_count(), cfg.train.accumulate) if pick_device(cfg.device).type == "cuda" else 1
+
+
+def _launch(cfg: Config, count: int) -> None:
+    if _is_complete(cfg, train_inputs(cfg, open_context(cfg), store_fingerprint(cfg))):
+        return
+    with TemporaryDirectory(prefix=f"mtptrain-ranks-{cfg.head_dir.name}-") as folder:
+        config = Path(folder) / "config.yaml"
+        write_text(config, config_yaml(cfg))
+        launch(count, "mtptrain.stages.train", config)
+
+
+def _is_complete(cfg: Config, inputs: dict[str, Any]) -> bool:
+    if not manifest.is_complete(cfg.train_dir, inputs, cfg.on_stale):
+        return False
+    trained_head_hash(cfg)  # damage is found before anyone is told that all is well
+    print(f"train: {cfg.train_dir} is complete", flush=True)
+    return True
+
+
+def _train(cfg: Config, ranks: Ranks) -> None:
+    if ranks.world > cfg.train.accumulate:
+        raise UserError(
+            f"train.accumulate={cfg.train.accumulate}: {ranks.world} ranks need at least as many batches an update; "
+            f"set train.accumulate={ranks.world} (with a smaller train.batch_tokens or train.optim.lr to match)"
+        )
+    if cfg.train.deepspeed.stage and ranks.world == 1:
+        raise UserError(f"train.deepspeed.stage={cfg.train.deepspeed.stage} needs two ranks or more; set train.ranks, or leave it at 0")
     fingerprint = store_fingerprint(cfg)
     context = open_context(cfg)
     inputs = train_inputs(cfg, context, fingerprint)
-    if manifest.is_complete(cfg.train_dir, inputs, cfg.on_stale):
-        trained_head_hash(cfg)  # damage is found before anyone is told that all is well
-        print(f"train: {cfg.train_dir} is complete", flush=True)
+    if ranks.first(lambda: _is_complete(cfg, inputs)):
         return
     store = open_store(cfg, wanted_captures(cfg, context.spec))
     documents, held_out = training_documents(store), store.indices("held_out")
@@ -64,20 +108,22 @@ def run(cfg: Config) -> None:
             f"{cfg.store_dir} has no held-out documents; set data.held_out or data.held_out_fraction and prepare again, "
             "or merge it with a run that has some (python -m mtptrain.store merge)"
         )
-    manifest.begin(cfg.train_dir, inputs)
-    write_text(cfg.train_dir / "config.yaml", config_yaml(cfg))
-    head = initial_head(cfg, context, store, documents)
+    ranks.first(lambda: _begin(cfg, inputs))
+    head = initial_head(cfg, context, store, documents, ranks)
     held_out = spread(held_out, cfg.train.eval_documents)
 
     def evaluate(trained: DraftHead) -> dict[str, Any]:
-        walks, _ = walk_documents(trained, context, store, held_out, [cfg.validate.k], hits_only=True)
-        return measure(walks[cfg.validate.k], cfg.validate.k)["overall"]
+        walks, _ = walk_documents(trained, context, store, ranks.share(held_out), [cfg.validate.k], hits_only=True)
+        return measure(ranks.unshare(walks[cfg.validate.k]), cfg.validate.k)["overall"]
 
-    with Tracker(cfg) as tracker:
-        trainer = make_trainer(cfg, context, store, documents, head, evaluate, tracker.log)
-        _print_start(cfg, head, store, documents, len(trainer.updates))
+    with Tracker(cfg) if ranks.is_first else nullcontext() as tracker:
+        trainer = make_trainer(cfg, context, store, documents, head, evaluate, tracker.log if tracker else _silent, ranks)
+        if ranks.is_first:
+            _print_start(cfg, head, store, documents, len(trainer.updates), ranks.world)
         began = time.monotonic()
         progress = trainer.run()
+    if not ranks.is_first:
+        return
     manifest.finish(cfg.train_dir, inputs, _results(progress, head))
     print(
         f"train: {progress.update} updates, {progress.supervised:,} supervised rows in {time.monotonic() - began:.0f} s "
@@ -85,6 +131,15 @@ def run(cfg: Config) -> None:
         f"(K={cfg.validate.k}, {len(held_out)} held-out documents)",
         flush=True,
     )
+
+
+def _begin(cfg: Config, inputs: dict[str, Any]) -> None:
+    manifest.begin(cfg.train_dir, inputs)
+    write_text(cfg.train_dir / "config.yaml", config_yaml(cfg))
+
+
+def _silent(row: dict[str, Any]) -> None:
+    """The first rank tells it."""
 
 
 def _results(progress: Progress, head: DraftHead) -> dict[str, Any]:
@@ -107,7 +162,7 @@ def _results(progress: Progress, head: DraftHead) -> dict[str, Any]:
 def train_inputs(cfg: Config, context: Context, fingerprint: str) -> dict[str, Any]:
     """Everything that determines the trained weights."""
     train = as_plain(cfg.train)
-    for cadence in ("log_every", "checkpoint_every", "keep", "max_skipped"):
+    for cadence in ("log_every", "checkpoint_every", "keep", "max_skipped", "ranks", "deepspeed"):
         del train[cadence]
     return {
         "store": fingerprint,
@@ -144,6 +199,7 @@ def make_trainer(
     head: DraftHead,
     evaluate: Callable[[DraftHead], dict[str, Any]],
     on_log: Callable[[dict[str, Any]], None],
+    ranks: Ranks = ALONE,
 ) -> Trainer:
     """The trainer of `head` on `documents` of the store, in `cfg.train_dir`."""
     torch.use_deterministic_algorithms(True)
@@ -161,11 +217,18 @@ def make_trainer(
         context.device,
         evaluate,
         on_log,
+        ranks,
     )
 
 
-def initial_head(cfg: Config, context: Context, store: Store, documents: list[int]) -> DraftHead:
-    """The head before its first update: from `head.checkpoint`, else as `head.init` says."""
+def initial_head(cfg: Config, context: Context, store: Store, documents: list[int], ranks: Ranks = ALONE) -> DraftHead:
+    """The head before its first update: from `head.checkpoint`, else as `head.init` says. All ranks get the first's."""
+    head = _initial_head(cfg, context, store, documents)
+    ranks.broadcast_([parameter.detach() for parameter in head.parameters()])
+    return head
+
+
+def _initial_head(cfg: Config, context: Context, store: Store, documents: list[int]) -> DraftHead:
     if cfg.head.checkpoint is not None:
         return open_checkpoint(cfg, context).to(context.device)
     head = build_head(cfg.head, context.spec, draft_vocabulary(cfg, context, store, documents))
@@ -213,11 +276,15 @@ def loss_projection(cfg: Config, context: Context, store: Store, documents: list
     return context.lm_head if ids is None else lm_head_of(context.spec, context.ends.lm_head_VH, ids.to(context.device))
 
 
-def _print_start(cfg: Config, head: DraftHead, store: Store, documents: list[int], updates: int) -> None:
+def _print_start(cfg: Config, head: DraftHead, store: Store, documents: list[int], updates: int, ranks: int) -> None:
     parameters = sum(p.numel() for p in head.parameters())
     rows = sum(supervised_rows(store.entries[i].spans) for i in documents)
     print(
         f"train: {cfg.head_dir.name} head, {parameters:,} parameters, {len(documents):,} documents, {rows:,} supervised rows, "
-        f"{cfg.train.epochs} epochs, {updates:,} updates",
+        f"{cfg.train.epochs} epochs, {updates:,} updates" + (f", {ranks} ranks" if ranks > 1 else ""),
         flush=True,
     )
+
+
+if __name__ == "__main__":  # one of the ranks that `_launch` starts
+    sys.exit(run_as_rank(lambda: run(load_config(Path(sys.argv[1])))))

@@ -13,6 +13,36 @@ from typing import Any, TypeGuard
 from mtptrain.errors import UserError, one_line
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Experts:
+    """MLPs of which a router chooses a few for each token."""
+
+    count: int
+    chosen: int
+    """Of them, for a token."""
+    width: int
+    """Intermediate size of one."""
+    shared_width: int
+    """Of those that every token goes through, together; 0: none."""
+    shared_gate: bool
+    """Whether a weight a channel scales what the shared ones give."""
+    layers: int
+    """Layers that have experts; the others have one MLP."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Latent:
+    """Attention whose keys and values are made of one small vector a token (MLA); sizes a head but for the ranks."""
+
+    query_rank: int | None
+    """None: queries are made at once."""
+    rank: int
+    plain: int
+    """Of keys without rotation."""
+    rotated: int
+    value: int
+
+
 @dataclass(slots=True, kw_only=True)
 class TargetSpec:
     """Architecture facts of a target, in one vocabulary for all model types. Sizes in elements."""
@@ -52,6 +82,8 @@ class TargetSpec:
     attention_scale: float | None = None
     """Score factor where it is not head_dim ** -0.5."""
     attention_softcap: float | None = None
+    experts: Experts | None = None
+    latent: Latent | None = None
     residual_scale: float = 1.0
     """Attention and MLP outputs are multiplied by this before they are added (Granite)."""
     eos_token_ids: list[int] = field(default_factory=list)
@@ -74,6 +106,9 @@ class Family:
     fused: bool = False
     """q, k, v and gate, up are stored as one matrix each; they are split when read."""
     mla: bool = False
+    experts: str = ""
+    """The config key of their number."""
+    shared_gate: bool = False
     odd_layer: str = ""
     """Why the last layer can't initialise a pre-norm GQA layer with one gated MLP; empty where it can."""
 
@@ -98,11 +133,11 @@ FAMILIES = {
     "cohere2": Family(**_LLAMA, layer_norm=True, odd_layer="attention and MLP run side by side in its layers"),
     "olmo2": Family(**_LLAMA, qk_norm="always", odd_layer="its layers norm outputs, not inputs"),
     "olmo3": Family(**_LLAMA, qk_norm="always", odd_layer="its layers norm outputs, not inputs"),
-    "mixtral": Family(odd_layer=_EXPERTS),
-    "qwen2_moe": Family(qkv_bias="qkv_bias", odd_layer=_EXPERTS),
-    "qwen3_moe": Family(**_LLAMA, qk_norm="always", odd_layer=_EXPERTS),
-    "deepseek_v2": Family(mla=True, odd_layer=_LATENT),
-    "deepseek_v3": Family(mla=True, odd_layer=_LATENT),
+    "mixtral": Family(experts="num_local_experts", odd_layer=_EXPERTS),
+    "qwen2_moe": Family(qkv_bias="qkv_bias", experts="num_experts", shared_gate=True, odd_layer=_EXPERTS),
+    "qwen3_moe": Family(**_LLAMA, qk_norm="always", experts="num_experts", odd_layer=_EXPERTS),
+    "deepseek_v2": Family(mla=True, experts="n_routed_experts", odd_layer=_LATENT),
+    "deepseek_v3": Family(mla=True, experts="n_routed_experts", odd_layer=_LATENT),
 }
 _COUNTS = (
     "hidden_size",
@@ -201,9 +236,36 @@ def _facts(config: dict[str, Any], full: Any, family: Family) -> TargetSpec:
         logit_softcap=getattr(full, "final_logit_softcapping", None),
         attention_scale=_attention_scale(full, head_dim),
         attention_softcap=getattr(full, "attn_logit_softcapping", None),
+        experts=_experts(full, family) if family.experts else None,
+        latent=_latent(full) if family.mla else None,
         residual_scale=float(getattr(full, "residual_multiplier", 1.0)),
         eos_token_ids=id_list(full.eos_token_id),
         quantization=(config.get("quantization_config") or {}).get("quant_method", ""),
+    )
+
+
+def _experts(full: Any, family: Family) -> Experts:
+    width = getattr(full, "moe_intermediate_size", None) or full.intermediate_size
+    shared = getattr(full, "shared_expert_intermediate_size", None) or (getattr(full, "n_shared_experts", None) or 0) * width
+    dense = set(getattr(full, "mlp_only_layers", None) or ()) | set(range(getattr(full, "first_k_dense_replace", 0)))
+    every = getattr(full, "decoder_sparse_step", 1)
+    return Experts(
+        count=getattr(full, family.experts),
+        chosen=full.num_experts_per_tok,
+        width=width,
+        shared_width=shared,
+        shared_gate=family.shared_gate,
+        layers=sum(i not in dense and (i + 1) % every == 0 for i in range(full.num_hidden_layers)),
+    )
+
+
+def _latent(full: Any) -> Latent:
+    return Latent(
+        query_rank=full.q_lora_rank,
+        rank=full.kv_lora_rank,
+        plain=full.qk_nope_head_dim,
+        rotated=full.qk_rope_head_dim,
+        value=full.v_head_dim,
     )
 
 

@@ -21,7 +21,7 @@ RECIPES = sorted(usage.recipe_files())
 
 
 def test_the_recipes_are_there() -> None:
-    assert set(RECIPES) >= {"smollm2", "tiny", "llama1b", "llama8b", "llama70b"}
+    assert set(RECIPES) == {"smollm2", "tiny", "llama1b", "llama8b", "llama70b", "qwen3-8b", "deepseek-v2-lite"}
 
 
 @pytest.mark.parametrize("job", sorted(usage.JOBS))
@@ -74,7 +74,7 @@ def test_every_recipe_plans(recipe: str, monkeypatch: pytest.MonkeyPatch, capsys
     (cfg,) = cli.compose([f"+recipe={recipe}", "plan.matmul_tflops=1"])
     plan.run(cfg)
     out = capsys.readouterr().out
-    assert out.startswith(f"plan of runs/{recipe} for {cfg.target.path} (llama, ")
+    assert out.startswith(f"plan of runs/{recipe} for {cfg.target.path} ({cfg.target.shape['model_type']}, ")
     for word in ("tokens", "head", "store", "checkpoints", "disk", "prepare", "precompute", "train", "validate"):
         assert f"\n  {word} " in out
     assert list(tmp_path.iterdir()) == []

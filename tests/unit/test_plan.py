@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from mtptrain import sizes
 from mtptrain.cli import compose
@@ -22,7 +23,8 @@ from mtptrain.stages import plan as stage
 from mtptrain.stages.plan import duration, free_bytes, refuse_if_it_cannot_fit, seconds, size
 from mtptrain.store.codecs import INT8
 from mtptrain.store.writer import StoreWriter
-from mtptrain.target.spec import TargetSpec
+from mtptrain.target.spec import TargetSpec, full_config, read_config, read_spec
+from tests.unit.tiny import tiny_family
 
 GIB = 2**30
 FREE = "mtptrain.stages.plan.free_bytes"
@@ -48,10 +50,37 @@ def _config(*overrides: str) -> Config:
 
 @pytest.mark.parametrize(
     ("recipe", "published"),
-    [("smollm2", 134_515_008), ("llama1b", 1_235_814_400), ("llama8b", 8_030_261_248), ("llama70b", 70_553_706_496)],
+    [
+        ("smollm2", 134_515_008),
+        ("llama1b", 1_235_814_400),
+        ("llama8b", 8_030_261_248),
+        ("llama70b", 70_553_706_496),
+        ("qwen3-8b", 8_190_735_360),
+        ("deepseek-v2-lite", 15_706_484_224),
+    ],
 )
 def test_target_parameters_are_the_published_ones(recipe: str, published: int) -> None:
     assert sizes.target_parameters(known_spec(_config(f"+recipe={recipe}"))) == published
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_target_parameters_are_those_of_the_model(tmp_path: Path, model_type: str) -> None:
+    folder = tiny_family(tmp_path / "target", model_type)
+    spec = read_spec(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(full_config(read_config(folder)))
+    assert sizes.target_parameters(spec) == sum(p.numel() for p in model.parameters())
+    dense = spec.experts is None
+    assert (sizes.layers_parameters(spec, active=True) == sizes.layers_parameters(spec)) is dense
+
+
+def test_a_token_of_deepseek_v2_lite_is_multiplied_with_what_is_published() -> None:
+    """2.4 billion of its 15.7: the layers' and lm_head's."""
+    spec = known_spec(_config("+recipe=deepseek-v2-lite"))
+    assert sizes.layers_parameters(spec, active=True) + spec.vocab_size * spec.hidden_size == pytest.approx(2.4e9, rel=0.03)
+    # of its 26 layers with experts, 58 of 64 are not for this token
+    idle = 26 * (64 - 6) * 3 * 2048 * 1408
+    assert sizes.layers_parameters(spec) - sizes.layers_parameters(spec, active=True) == idle
 
 
 def test_head_parameters_by_hand() -> None:
