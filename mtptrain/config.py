@@ -58,6 +58,7 @@ class PrecomputeBackend(Enum):
 
 class Executor(Enum):
     local = "local"
+    ray = "ray"
 
 
 class Codec(Enum):
@@ -167,6 +168,8 @@ class ResponsesConfig:
 
     mode: ResponseMode = ResponseMode.target
     backend: ResponseBackend = ResponseBackend.hf
+    executor: Executor = Executor.local
+    """`ray`: prompts are answered by `ray.workers` workers."""
     temperature: float = 0.0
     """0 is greedy. Held-out prompts are always answered greedily, as drafts are measured."""
     top_p: float = 1.0
@@ -258,6 +261,7 @@ class PrecomputeConfig:
 
     backend: PrecomputeBackend = PrecomputeBackend.hf
     executor: Executor = Executor.local
+    """`ray`: shards are computed and written by `ray.workers` workers."""
     captures: list[str] = field(default_factory=lambda: ["final"])
     """Capture points: `final` (after the target's final norm) and `after_<i>` (after decoder layer i, 0-based)."""
     batch_tokens: int = 1024
@@ -626,6 +630,19 @@ class EngineConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class RayConfig:
+    """Workers of `executor=ray`, on one machine or many that share the run's folder."""
+
+    address: str | None = None
+    """Of a running cluster (`auto`: the one this machine belongs to); None: one of this machine, for this job."""
+    workers: int = 2
+    """Each with the target, or an engine of `engine.tensor_parallel` GPUs; on a CPU with `threads` cores (0: one)."""
+
+    def __post_init__(self) -> None:
+        _require(self.workers >= 1, "ray.workers", self.workers, "must be at least 1")
+
+
+@dataclass(slots=True, kw_only=True)
 class PlanConfig:
     """What `plan` assumes where it can't measure. Rates are tokens/s of the whole job."""
 
@@ -665,6 +682,7 @@ class Config:
     validate: ValidateConfig = field(default_factory=ValidateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 

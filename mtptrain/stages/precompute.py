@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from mtptrain import manifest
-from mtptrain.config import Codec, Config, PrecomputeBackend, StoreConfig
+from mtptrain.config import Codec, Config, Executor, PrecomputeBackend, StoreConfig
 from mtptrain.config_io import config_yaml
 from mtptrain.data.documents import FILE, HELD_OUT, Document, check_documents, read_documents
 from mtptrain.data.packing import pack
@@ -135,7 +135,9 @@ def plan_work(writer: StoreWriter, documents: list[Document], shards: list[range
     return work
 
 
-def shard_states(model: PreTrainedModel, work: Work, batch_tokens: int, bar: "tqdm[Any]") -> tuple[dict[str, Tensor], list[Rejected]]:
+def shard_states(
+    model: PreTrainedModel, work: Work, batch_tokens: int, bar: "tqdm[Any] | None" = None
+) -> tuple[dict[str, Tensor], list[Rejected]]:
     """bf16 states [N, H] of each missing capture, on the CPU, and the documents whose state is not finite (their rows are zeros)."""
     lengths = [len(d.tokens) for d in work.documents]
     starts = [0, *accumulate(lengths)]
@@ -155,7 +157,8 @@ def shard_states(model: PreTrainedModel, work: Work, batch_tokens: int, bar: "tq
                     states[capture] = torch.zeros(work.tokens, state_TH.shape[1], dtype=torch.bfloat16)
                 if not bad:
                     states[capture][rows] = state_TH
-        bar.update(sum(lengths[i] for i in batch))
+        if bar is not None:
+            bar.update(sum(lengths[i] for i in batch))
     return states, [r for i in sorted(rejected) for r in rejected[i]]
 
 
@@ -173,24 +176,37 @@ def _not_finite(state: dict[str, Tensor]) -> dict[str, str]:
     return {capture: "NaN" if torch.isnan(state_TH).any() else "Inf" for capture, state_TH in bad.items()}
 
 
+@dataclass(slots=True)
+class Lost:
+    """Counts rejected documents, and gives up where every one of the first is."""
+
+    seen: int = 0
+    lost: int = 0
+
+    def count(self, work: Work, rejected: list[Rejected]) -> None:
+        self.seen, self.lost = self.seen + len(work.documents), self.lost + len({r.start for r in rejected})
+        if self.lost == self.seen >= _GIVE_UP_AFTER:
+            raise _all_rejected(self.seen, rejected[0])
+
+
 def _compute(cfg: Config, target: Path, dtype: torch.dtype, writer: StoreWriter, work: list[Work]) -> float:
     """Forward and write; a shard is written while the next is computed. Returns the seconds this took, without loading the model."""
+    if cfg.precompute.executor is Executor.ray:
+        from mtptrain.stages import precompute_ray
+
+        return precompute_ray.compute(cfg, writer, work)
     total = sum(w.tokens for w in work if w.captures)
-    began = time.monotonic()
-    seen = lost = 0
+    began, lost = time.monotonic(), Lost()
     pending: Future[None] | None = None
-    source = _by_engine if cfg.precompute.backend is PrecomputeBackend.vllm else _by_transformers
     with ThreadPoolExecutor(max_workers=1) as pool, tqdm(total=total, desc="precompute", unit="tok", unit_scale=True, mininterval=1) as bar:
-        for item, states, rejected in source(cfg, target, dtype, work, bar):
+        for item, states, rejected in _computed(cfg, target, dtype, work, bar):
             if item is None:
                 began = time.monotonic()
                 continue
-            seen, lost = seen + len(item.documents), lost + len({r.start for r in rejected})
             if pending is not None:
                 pending.result()
             pending = pool.submit(writer.write, item.shard, item.documents, states, rejected)
-            if lost == seen >= _GIVE_UP_AFTER:
-                raise _all_rejected(seen, rejected[0])
+            lost.count(item, rejected)
         if pending is not None:
             pending.result()
     return time.monotonic() - began
@@ -201,32 +217,46 @@ Computed = Iterator[tuple[Work | None, dict[str, Tensor], list[Rejected]]]
 _LOADED: tuple[None, dict[str, Tensor], list[Rejected]] = (None, {}, [])
 
 
-def _by_transformers(cfg: Config, target: Path, dtype: torch.dtype, work: list[Work], bar: "tqdm[Any]") -> Computed:
-    device = pick_device(cfg.device)
-    model = load_model(target, dtype, device, cfg.target.trust_remote_code)
+def _computed(cfg: Config, target: Path, dtype: torch.dtype, work: list[Work], bar: "tqdm[Any]") -> Computed:
+    if cfg.precompute.backend is not PrecomputeBackend.vllm:
+        yield from _by_transformers(cfg, target, dtype, work, bar)
+        return
+    for item, states, rejected in by_engine(cfg, target, dtype, work, cfg.store_dir / "engine"):
+        bar.update(item.tokens if item and item.captures else 0)
+        yield item, states, rejected
+
+
+def load_checked(cfg: Config, target: Path, dtype: torch.dtype, work: list[Work]) -> PreTrainedModel:
+    """The target, whose packed forward was compared with the plain one on some of the documents."""
+    model = load_model(target, dtype, pick_device(cfg.device), cfg.target.trust_remote_code)
     batch, count = cfg.precompute.batch_tokens, cfg.precompute.parity_documents
     if batch > 1 and count and (captures := sorted({c for w in work for c in w.captures})):
         check_packed(model, target, [d for w in work for d in w.documents], captures, batch, count)
+    return model
+
+
+def _by_transformers(cfg: Config, target: Path, dtype: torch.dtype, work: list[Work], bar: "tqdm[Any]") -> Computed:
+    model = load_checked(cfg, target, dtype, work)
     yield _LOADED
     for item in work:
-        yield item, *shard_states(model, item, batch, bar)
+        yield item, *shard_states(model, item, cfg.precompute.batch_tokens, bar)
     del model
     gc.collect()  # transformers' modules refer to each other in cycles
-    if device.type == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _by_engine(cfg: Config, target: Path, dtype: torch.dtype, work: list[Work], bar: "tqdm[Any]") -> Computed:
-    """States from the engine's own prefill; the first shard is compared with transformers' forward of the same target."""
+def by_engine(cfg: Config, target: Path, dtype: torch.dtype, work: list[Work], folder: Path) -> Computed:
+    """States from the engine's own prefill, at work in `folder`; the first shard is compared with transformers' forward."""
     engine = require_engine(cfg, "precompute.backend=vllm")
     captures = sorted({c for w in work for c in w.captures})
     asked = {w.shard: w for w in work if w.captures}
-    longest = max(len(d.tokens) for w in work for d in w.documents)
+    longest = max((len(d.tokens) for w in work for d in w.documents), default=1)
     arguments = llm_arguments(cfg, target, read_spec(target), longest, eager=True)
     arguments["max_num_batched_tokens"] = max(cfg.precompute.batch_tokens, arguments["max_num_seqs"])
     shards = ((w.shard, [d.tokens for d in w.documents]) for w in asked.values())
     first = True
-    for shard, found in capture_states(cfg, engine, cfg.store_dir / "engine", arguments, shards, captures) if asked else ():
+    for shard, found in capture_states(cfg, engine, folder, arguments, shards, captures) if asked else ():
         if shard is None:
             yield _LOADED
             continue
@@ -243,7 +273,6 @@ def _by_engine(cfg: Config, target: Path, dtype: torch.dtype, work: list[Work], 
                 for state_TH in states.values():
                     state_TH.zero_()
             start += len(document.tokens)
-        bar.update(item.tokens)
         yield item, {c: found[c] for c in item.captures}, rejected
     for item in work:
         if not item.captures:

@@ -4,23 +4,19 @@ Everything that can be refused is refused before the model is loaded. What was g
 run continues where it stopped.
 """
 
-import gc
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import torch
 from rich.console import Console
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from mtptrain import manifest
-from mtptrain.config import Config, DataSource, PrecomputeBackend, ResponseBackend, ResponseMode
+from mtptrain.config import Config, DataSource, Executor, ResponseBackend, ResponseMode
 from mtptrain.config_io import config_yaml
 from mtptrain.data.answering import FILE as RESPONSES
 from mtptrain.data.answering import AnswerFile, answer_dialogues
@@ -30,19 +26,17 @@ from mtptrain.data.documents import HELD_OUT, TRAIN, Document, write_documents
 from mtptrain.data.gather import OWN_FILE, Gathered, gather, make_ids_unique
 from mtptrain.data.readers import BadRow, Record, Reject, data_hash
 from mtptrain.data.render import coloured, samples_html, samples_text
-from mtptrain.data.responses import Completed, HfGenerator, Request
 from mtptrain.data.self_prompts import Round, own_prompts, write_user_turns
 from mtptrain.data.split import deduplicated, without_overlap
 from mtptrain.data.summary import print_summary, say, summarise
 from mtptrain.data.template import ChatTemplate, load_template
 from mtptrain.engines.process import require_engine
-from mtptrain.engines.vllm import VllmGenerator, llm_arguments
 from mtptrain.errors import UserError
 from mtptrain.files import append_jsonl, hash_file, hash_json, read_jsonl_durable, write_text
-from mtptrain.stages.audit import sample, score, warning
-from mtptrain.stages.rendering import Rendering, compare, probes
+from mtptrain.stages.audit import warning
+from mtptrain.stages.generation import Target
+from mtptrain.stages.rendering import Rendering, probes
 from mtptrain.target.ends import weights_hash
-from mtptrain.target.model import load_model, pick_device, pick_dtype, set_threads
 from mtptrain.target.resolve import resolve_target
 from mtptrain.target.spec import read_spec
 from mtptrain.target.tokenizer import tokenizer_hash
@@ -52,7 +46,7 @@ SELF_TURNS = "self_turns.jsonl"
 SAMPLES = 20
 _RENDERED = 16
 """Of the data's own dialogues: how many an engine's prompts are compared on."""
-_FREE_KEYS = ("train", "held_out", "max_rejects", "audit_documents", "responses.batch_size", "responses.backend")
+_FREE_KEYS = ("train", "held_out", "max_rejects", "audit_documents", "responses.batch_size", "responses.backend", "responses.executor")
 """data.* options that don't decide what the documents are, or are replaced by content hashes."""
 
 
@@ -66,85 +60,6 @@ class Work:
     cut: int = 0
     audit: dict[str, Any] | None = None
     rendering: dict[str, Any] | None = None
-
-
-class Target:
-    """The target as a generator, loaded (or its engine started) when something must be generated and not before."""
-
-    def __init__(self, cfg: Config, folder: Path, stop_ids: list[int], dialogues: Sequence[Rendering]) -> None:
-        self.cfg, self.folder, self.stop_ids, self.dialogues = cfg, folder, stop_ids, dialogues
-        self._model: PreTrainedModel | None = None
-        self._vllm: VllmGenerator | None = None
-
-    def answer(self, requests: Sequence[Request]) -> Iterable[list[Completed]]:
-        """Assistant turns, by data.responses."""
-        o = self.cfg.data.responses
-        return self._generate(requests, o.max_new_tokens, o.temperature, o.top_p)
-
-    def answer_greedily(self, requests: Sequence[Request]) -> Iterable[list[Completed]]:
-        """Assistant turns as the walk and the engine measure them."""
-        return self._generate(requests, self.cfg.data.responses.max_new_tokens, 0.0, 1.0)
-
-    def write(self, requests: Sequence[Request]) -> Iterable[list[Completed]]:
-        """User turns, by data.self_prompts."""
-        o = self.cfg.data.self_prompts
-        return self._generate(requests, o.max_new_tokens, o.temperature, o.top_p)
-
-    def audit(self, documents: Sequence[Document]) -> dict[str, Any] | None:
-        """Whether a sample of the responses is the target's own; None where transformers never runs it, or there is nothing to score."""
-        self._close_engine(failed=False)
-        chosen = sample(documents, self.cfg.data.audit_documents)
-        local = self.cfg.precompute.backend is PrecomputeBackend.hf
-        return score(self._loaded(), read_spec(self.folder), chosen) if local and chosen else None
-
-    def rendering(self) -> dict[str, Any] | None:
-        """Whether the engine makes the dialogues' prompts as the tokenizer does; None where no engine answered."""
-        return compare(self.dialogues, self._vllm.rendered if self._vllm else [])
-
-    def _generate(self, requests: Sequence[Request], max_new_tokens: int, temperature: float, top_p: float) -> Iterable[list[Completed]]:
-        if self.cfg.data.responses.backend is ResponseBackend.vllm:
-            return self._engine().run(requests, max_new_tokens, temperature, top_p)
-        generator = HfGenerator(
-            self._loaded(),
-            self.stop_ids,
-            batch_size=self.cfg.data.responses.batch_size,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=self.cfg.seed,
-        )
-        return generator.run(requests)
-
-    def _loaded(self) -> PreTrainedModel:
-        if self._model is None:
-            set_threads(self.cfg.threads)
-            device = pick_device(self.cfg.device)
-            self._model = load_model(self.folder, pick_dtype(self.cfg.target.dtype, device), device, self.cfg.target.trust_remote_code)
-        return self._model
-
-    def _engine(self) -> VllmGenerator:
-        if self._vllm is None:
-            engine = require_engine(self.cfg, "data.responses.backend=vllm")
-            arguments = llm_arguments(self.cfg, self.folder, read_spec(self.folder), self.cfg.data.max_length)
-            arguments["max_num_seqs"] = self.cfg.data.responses.batch_size
-            asked = [d.asked() for d in self.dialogues]
-            self._vllm = VllmGenerator(self.cfg, engine, self.cfg.data_dir / "engine", arguments, self.stop_ids, asked)
-        return self._vllm
-
-    def _close_engine(self, failed: bool) -> None:
-        if self._vllm is not None:
-            self._vllm.close(failed)
-            self._vllm = None
-
-    def __enter__(self) -> "Target":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._close_engine(failed=kind is not None)
-        self._model = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def run(cfg: Config, for_training: bool = False) -> None:
@@ -177,7 +92,8 @@ def run(cfg: Config, for_training: bool = False) -> None:
     _stop_if_too_many(cfg, rejects, found.rows)
     manifest.begin(cfg.data_dir, inputs)
     write_text(cfg.data_dir / "config.yaml", config_yaml(cfg))
-    by_engine = cfg.data.responses.backend is ResponseBackend.vllm and not keep
+    o = cfg.data.responses
+    by_engine = o.backend is ResponseBackend.vllm and o.executor is Executor.local and not keep
     with Target(cfg, folder, sorted(template.stop_ids), _to_render(work, template) if by_engine else []) as target:
         if not keep:
             _generate(cfg, found, work, template, target)

@@ -23,6 +23,7 @@ def documented() -> list[str]:
         for block in re.findall(r"```\w*\n(.*?)```", p.read_text(encoding="utf-8"), re.S)
         for line in block.splitlines()
     ]
+    lines = [re.sub(r"^(torchrun|srun) .*?-m mtptrain", "python -m mtptrain", line) for line in lines]
     return sorted(
         {
             line.split(" #")[0].strip()
