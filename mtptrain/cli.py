@@ -286,6 +286,8 @@ def _run_hydra(main: Main, args: argparse.Namespace, argv: list[str], shown: lis
         except UserError as error:
             # not raised: Hydra would print a line of its own, and other runs of a sweep go on
             shown.append(_tell(error, f"[{' '.join(swept)}] " if swept else ""))
+            if not context.launcher._target_.endswith(".BasicLauncher"):
+                raise  # this is another process (a Slurm job), whose launcher is to know
             return
         if context.mode is RunMode.MULTIRUN:
             swept_well.append(config)
@@ -332,8 +334,10 @@ def run(main: Main, name: str, argv: Sequence[str]) -> int:
         try:
             with handled():
                 _run_hydra(main, args, ordered, shown, swept_well)
-        except Exception:
+        except Exception as error:
             _compare(name, swept_well, shown)  # a run that failed hides nothing of the others
+            if type(error).__module__.startswith("submitit."):
+                raise UserError(f"a job of the sweep failed: {str(error).strip().splitlines()[-1]}") from error
             raise
         failed = len(shown)
         _compare(name, swept_well, shown)

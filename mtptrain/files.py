@@ -60,12 +60,12 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
-        raise UserError(f"{path} is missing; {_made_by(path)}") from e
+        raise UserError(f"{path} is missing; {made_by(path)}") from e
     except (UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise UserError(f"{path} is damaged ({e}); delete it, then {_made_by(path)}") from e
+        raise UserError(f"{path} is damaged ({e}); delete it, then {made_by(path)}") from e
 
 
-def _made_by(path: Path) -> str:
+def made_by(path: Path) -> str:
     """Which job makes a file of a run again."""
     job = _JOBS.get(path.parent.name)
     return "run the stage that writes it again" if job is None else f"python -m mtptrain.{job} (with the same arguments) makes it again"

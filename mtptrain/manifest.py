@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from mtptrain import __version__
 from mtptrain.config import OnStale
 from mtptrain.errors import StaleError, UserError
-from mtptrain.files import read_json, with_hash, without_hash, write_json
+from mtptrain.files import made_by, read_json, with_hash, without_hash, write_json
 
 MANIFEST = "manifest.json"
 STARTED = "started.json"
@@ -54,7 +54,10 @@ def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool
     if not found.exists():
         return False
     try:
-        differences = changed_inputs(*_comparable(_read(found)["inputs"], inputs))
+        made_from = _read(found)["inputs"]
+        if found == started and DERIVED in made_from and on_stale is OnStale.error:
+            raise UserError(f"{folder} is of a merge or filter that was interrupted; give that command again, or delete {folder.parent}")
+        differences = changed_inputs(*_comparable(made_from, inputs))
     except UserError:
         if on_stale is not OnStale.redo:
             raise
@@ -62,6 +65,8 @@ def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool
     if not differences:
         return found == manifest
     if on_stale is OnStale.redo:
+        if found.name == MANIFEST and _was_derived(found):
+            raise UserError(f"{folder} was merged or filtered from other runs and can't be redone; delete {folder.parent} if you mean to")
         _hold(folder)
         shutil.rmtree(folder)
         _held.pop(folder).release()
@@ -70,6 +75,22 @@ def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool
     raise StaleError(
         f"{folder} was made from other inputs ({shown}); use on_stale=redo to redo it, or another name= (of a head: head.label=)"
     )
+
+
+def _was_derived(found: Path) -> bool:
+    """Of a finished stage; where its manifest can't be read, what it was begun from says so."""
+    for path in (found, found.with_name(STARTED)):
+        try:
+            return DERIVED in _read(path)["inputs"]
+        except UserError:
+            continue
+    return False
+
+
+def is_derived(folder: Path) -> bool:
+    """Whether what lies in `folder`, finished or not, was made from other runs; also where nothing does."""
+    found = next((folder / name for name in (MANIFEST, STARTED) if (folder / name).exists()), None)
+    return DERIVED in _read(found)["inputs"] if found is not None else not any(folder.glob("[!.]*"))
 
 
 def _comparable(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -82,11 +103,12 @@ def _comparable(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any
 def _read(found: Path) -> dict[str, Any]:
     """A manifest that is as it was written: with its inputs, and results where the stage is complete. UserError where it is not."""
     read = without_hash(read_json(found))
+    mend = f"delete it, then {made_by(found)}" if found.name == MANIFEST else f"use on_stale=redo to redo {found.parent}"
     if read is None:
-        raise UserError(f"{found} is damaged or was changed (its hash differs); use on_stale=redo to redo {found.parent}")
+        raise UserError(f"{found} is damaged or was changed (its hash differs); {mend}")
     for key in ("inputs", "results") if found.name == MANIFEST else ("inputs",):
         if not isinstance(read.get(key), dict):
-            raise UserError(f"{found} is damaged (no `{key}` in it); use on_stale=redo to redo {found.parent}")
+            raise UserError(f"{found} is damaged (no `{key}` in it); {mend}")
     return read
 
 

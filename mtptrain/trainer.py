@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mtptrain.batches import Batch, load_batch
+from mtptrain.batches import load_batch
 from mtptrain.checkpoint import checkpoints, load_checkpoint, prune, save_checkpoint
 from mtptrain.config import BadUpdate, TrainConfig
 from mtptrain.data.order import epoch_batches
@@ -28,9 +28,8 @@ from mtptrain.heads.build import head_from_record, head_record
 from mtptrain.heads.drafter import Drafter
 from mtptrain.heads.head import DraftHead
 from mtptrain.heads.lm_head import LmHead
-from mtptrain.heads.unroll import Unroll, true_token_steps
-from mtptrain.heap import give_back
-from mtptrain.losses import RowStatistics, distillation_kl, hidden_match, step_weights
+from mtptrain.losses import RowStatistics
+from mtptrain.objective import Objective
 from mtptrain.optim import build_adamw, lr_factor, set_lr
 from mtptrain.ranks import ALONE, Ranks
 from mtptrain.signals import Interrupted, deferred, noted
@@ -40,8 +39,6 @@ from mtptrain.store.reader import Store
 LOG = "log.jsonl"
 _SPIKE_AFTER = 20
 """Updates that must be known before a loss can be a spike."""
-_LARGE = 1 << 23
-"""Bytes of all steps' draft states from which on it pays, on a CPU, to hand back freed memory in an update (a hundredth of its time)."""
 _NOISE_TOKENS = 512
 """Length of a document at which `train.feature_noise` is the noise's bound (EAGLE's 512 / T)."""
 
@@ -91,7 +88,7 @@ class Trainer:
         ranks: Ranks = ALONE,
     ) -> None:
         self.config, self.head, self.store, self.folder = config, drafter.head, store, folder
-        self._seed, self._drafter, self._loss_head = seed, drafter, loss_head
+        self._seed, self._drafter = seed, drafter
         self._dtype, self._device, self._evaluate, self._on_log, self._ranks = dtype, device, evaluate, on_log, ranks
         lengths = [store.entries[i].length for i in documents]
         batches = [
@@ -99,55 +96,13 @@ class Trainer:
         ]
         groups = [batches[i : i + config.accumulate] for i in range(0, len(batches), config.accumulate)]
         self.updates = groups[: config.max_updates]
-        self.weights = step_weights(config.steps, config.loss.step_decay, config.loss.step_weights)
+        self.objective = Objective(config, drafter, loss_head, device)
         self.optimizer = build_adamw(config.optim, self.head)
         self._stepper = Stepper(self.head, self.optimizer, ranks, config.optim.clip)
         self.ema = {n: p.detach().clone() for n, p in self.head.named_parameters()} if config.ema else {}
         self.progress = Progress()
-        self._drafted_V: Tensor | None = None
-        """Whether each id of the target's vocabulary is in the draft's; None: all are."""
-        if self.head.draft_ids is not None:
-            self._drafted_V = torch.zeros(len(drafter.embed_VH), dtype=torch.bool, device=device)
-            self._drafted_V[self.head.draft_ids] = True
 
     # -- one update ---------------------------------------------------------------------------------------------------
-
-    def batch_loss(self, batch: Batch, noise: Tensor | None = None) -> tuple[Tensor, list[RowStatistics]]:
-        """Weighted loss summed over the batch's valid rows, and each step's statistics. `noise` [T, H] is added to what the head reads.
-
-        A row whose label the draft vocabulary lacks has no loss, and is no match.
-        """
-        rows, steps, loss = batch.rows, self.config.steps, self.config.loss
-        unroll = Unroll(self._drafter, documents=len(batch.documents))
-        read = {name: batch.states[name] if noise is None else batch.states[name] + noise for name in self.head.captures}
-        states, teachers, labels = [], [], []
-        for step, (row_A, state_AH) in enumerate(true_token_steps(unroll, rows, batch.token_T, read, steps)):
-            states.append(state_AH)
-            teachers.append(rows.teacher_RK[row_A, step])
-            labels.append(batch.token_T[rows.label_RK[row_A, step]])
-        sizes = [len(t) for t in teachers]
-        weight_S = torch.cat([torch.full((n,), w, device=self._device) for n, w in zip(sizes, self.weights, strict=True)])
-        known_S = 1.0 if self._drafted_V is None else self._drafted_V[torch.cat(labels)].float()
-        weight_S = weight_S * known_S
-        state_SH, teacher_S = torch.cat(states), torch.cat(teachers)
-        if state_SH.nbytes >= _LARGE and self._device.type == "cpu":
-            give_back()  # what the steps freed lies between what backward needs: a fifth of the peak
-        kl, statistics = distillation_kl(
-            state_SH, weight_S, teacher_S, batch.final_TH, self._loss_head, loss.chunk_rows, self._projection()
-        )
-        statistics.match_S *= known_S
-        total = loss.kl_weight * kl
-        if loss.hidden_weight:
-            total = total + loss.hidden_weight * hidden_match(state_SH, weight_S, teacher_S, batch.final_TH)
-        parts = zip(statistics.kl_S.split(sizes), statistics.overlap_S.split(sizes), statistics.match_S.split(sizes), strict=True)
-        return total, [RowStatistics(*part) for part in parts]
-
-    def _projection(self) -> Tensor | None:
-        """The head's own output projection over the vocabulary of the loss; None: the target's is the head's."""
-        if self.head.lm_head is None:
-            return None
-        weight_DH, ids_V = self.head.lm_head.weight, self._loss_head.ids_V
-        return weight_DH if ids_V is None or self.head.draft_ids is not None else weight_DH[ids_V]
 
     def _noise(self, documents: list[int], number: int) -> Tensor | None:
         """U(-a, a) * 512 / T of each document, [T, H]; a function of seed, update and the batch's number in it."""
@@ -170,7 +125,7 @@ class Trainer:
         set_lr(self.optimizer, self.config.optim.lr * factor)
         self._stepper.begin()
         done, loss = [], None
-        for number in self._stepper.turns(len(batches)):
+        for number in self._turns(batches):
             if loss is not None:
                 self._stepper.backward(loss, is_last=False)
             loss, result = self._forward(batches, number, rows)
@@ -198,17 +153,34 @@ class Trainer:
         return {"loss": total, "lr": self.config.optim.lr * factor, "grad_norm": norm, **_means(found)}
 
     def _forward(self, batches: list[list[int]], number: int | None, rows: int) -> tuple[Tensor, "BatchResult | None"]:
-        """The loss of one of an update's batches, of `rows` valid rows in all. `number` None: a loss of 0 that only has a gradient of 0."""
-        documents = batches[number or 0]
+        """The loss of one of an update's batches, of `rows` valid rows in all. `number` None: a loss of 0 that only has a gradient of 0.
+
+        Of a long document's every rank computes a part.
+        """
+        documents = batches[number] if number is not None else min(batches, key=lambda b: sum(self.store.entries[i].length for i in b))
         batch = load_batch(self.store, documents, self.head.captures, self.config.steps, self._dtype, self._device)
 
         def compute() -> tuple[Tensor, list[RowStatistics]]:
+            noise = self._noise(documents, number or 0)
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
-                loss, steps = self.batch_loss(batch, self._noise(documents, number or 0))
+                if number is not None and self._is_long(documents):
+                    loss, steps = self.objective.of_long(batch, noise, self.config.batch_tokens, self._ranks)
+                else:
+                    loss, steps = self.objective.of(batch, noise)
             return loss / rows if number is not None else loss * 0.0, steps
 
         loss, steps = self._stepper.forward(compute)
         return loss, None if number is None else BatchResult(number, float(loss.detach()), [_sums(step) for step in steps])
+
+    def _is_long(self, documents: list[int]) -> bool:
+        """Whether a batch is one document with more tokens than a batch has room for."""
+        return len(documents) == 1 and self.store.entries[documents[0]].length > self.config.batch_tokens
+
+    def _turns(self, batches: list[list[int]]) -> list[int | None]:
+        """The batches that this rank computes, or has a part in, one after the other; None where it only keeps step with the others."""
+        long = [number for number, documents in enumerate(batches) if self._is_long(documents)]
+        packed = [number for number in range(len(batches)) if number not in long]
+        return [*long, *(None if turn is None else packed[turn] for turn in self._stepper.turns(len(packed)))]
 
     def _is_spike(self, loss: float) -> bool:
         known = self.progress.update - self.progress.skipped
@@ -222,7 +194,7 @@ class Trainer:
     def _bad(self, problem: str, documents: list[int]) -> dict[str, Any]:
         """Stop, or pass over the update as `train.bad_update` says; either way the optimizer does not see it."""
         at, names = self.progress.update, ", ".join(self.store.entries[i].id for i in documents)
-        told = f"{problem} at update {at}; weights are unchanged; its documents: {names}"
+        told = f"{problem} at update {at + 1}; weights are unchanged; its documents: {names}"
         if self.config.bad_update is BadUpdate.stop:
             raise UserError(f"{told}; train.bad_update=skip passes over such updates")
         self.progress.update += 1

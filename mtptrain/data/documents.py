@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from mtptrain.errors import UserError
 from mtptrain.files import hash_file, write_atomic
-from mtptrain.manifest import MANIFEST
+from mtptrain.manifest import MANIFEST, is_derived
 
 FILE = "documents.parquet"
 TRAIN, HELD_OUT = "train", "held_out"
@@ -52,6 +52,8 @@ def check_documents(folder: Path, results: dict[str, Any]) -> None:
     path = folder / FILE
     if not path.exists() or hash_file(path) != results[FILE]:
         state = "damaged" if path.exists() else "missing"
+        if is_derived(folder):
+            raise UserError(f"{path} is {state}; delete {folder.parent} and merge or filter again")
         raise UserError(f"{path} is {state}; delete {folder / MANIFEST} and prepare again, which keeps the responses and writes it anew")
 
 

@@ -15,6 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from mtptrain.config import HeadConfig
 from mtptrain.target.spec import TargetSpec
 
+_SCORES = 1 << 27
+"""Attention scores, over all heads, that are there at once: half a gigabyte."""
 _CACHED = 1 << 16
 """Elements of a matrix that are worked on at once on a CPU."""
 
@@ -243,11 +245,27 @@ class DecoderLayer(nn.Module):
         return x_RH + self.mlp(self.post_attention_layernorm(x_RH))
 
 
-def attend(*arguments: Any) -> Tensor:
-    """`_attend`, whose scores backward computes again instead of keeping them: they grow with the square of a document's length."""
-    if torch.is_grad_enabled():
-        return checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return _attend(*arguments)
+def attend(
+    q_RND: Tensor,
+    position_R: Tensor,
+    prefix: tuple[Tensor, Tensor],
+    last_key_R: Tensor,
+    own: list[tuple[Tensor, Tensor]],
+    window: int,
+) -> Tensor:
+    """`_attend` of some rows at a time, whose scores backward computes again instead of keeping them: they grow with the square of a
+    document's length.
+    """
+    count = max(1, _SCORES // max(1, q_RND.shape[1] * prefix[0].shape[0]))
+    mixed = []
+    for start in range(0, len(q_RND), count):
+        rows = slice(start, start + count)
+        part = (q_RND[rows], position_R[rows], prefix, last_key_R[rows], [(k[rows], v[rows]) for k, v in own], window)
+        if torch.is_grad_enabled():
+            mixed.append(checkpoint(_attend, *part, use_reentrant=False, preserve_rng_state=False))
+        else:
+            mixed.append(_attend(*part))
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
 def _attend(

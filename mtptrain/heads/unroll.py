@@ -42,8 +42,14 @@ class Unroll:
             if len(k) or old is None:
                 self._prefix[document] = (k, v) if old is None else (torch.cat((old[0], k)), torch.cat((old[1], v)))
 
+    def look_back(self, prefix: tuple[Tensor, Tensor], token_S: Tensor, states: Mapping[str, Tensor], position_S: Tensor) -> None:
+        """Step-0 rows of one document, as in `extend`, whose keys and values are among `prefix`'s, [T, G, D] from position 0 on."""
+        self._x_SH, self._z_SZ = self._head.enter(self._drafter.embed(token_S), self._head.feature(states))
+        self._position_S, self._document_S = position_S, torch.zeros_like(position_S)
+        self._prefix = [prefix]
+
     def start(self, row_R: Tensor) -> Tensor:
-        """States [R, H] after step 0 of rows `row_R` (ascending indices into the latest `extend`)."""
+        """States [R, H] after step 0 of rows `row_R` (ascending indices into the latest `extend` or `look_back`)."""
         self._row_position_R = self._position_S[row_R]
         self._row_document_R = self._document_S[row_R]
         self._own: list[tuple[Tensor, Tensor]] = []
@@ -98,6 +104,11 @@ def true_token_steps(
     A row that is valid at a step was valid at the step before. `unroll` is new; `states`: the target's, [T, H] a capture.
     """
     unroll.extend(token_T[rows.input_RK[:, 0]], rows_of(states, rows.row_R), rows.position_R, rows.document_R)
+    yield from unrolled_steps(unroll, rows, token_T, steps)
+
+
+def unrolled_steps(unroll: Unroll, rows: Alignment, token_T: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same, where `unroll` has the step-0 rows already."""
     alive_A = rows.valid_RK[:, 0].nonzero().squeeze(-1)
     yield alive_A, unroll.start(alive_A)
     for step in range(1, steps):

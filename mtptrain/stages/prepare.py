@@ -263,7 +263,8 @@ def _finish(cfg: Config, console: Console, inputs: dict[str, Any], found: Gather
     rejects = [*found.rejects, *work.rejects]
     _write_rejects(cfg.data_dir, rejects)
     if not any(d.split == TRAIN for d in documents):
-        raise UserError(f"no training document is left; see {cfg.data_dir / REJECTS} and give more or better data")
+        first = next((f" (first: {r.file}:{r.line}: {r.detail or r.reason})" for r in rejects), "")
+        raise UserError(f"no training document is left{first}; see {cfg.data_dir / REJECTS} and give more or better data")
     write_documents(cfg.data_dir, documents)
     write_text(cfg.data_dir / "samples.txt", samples_text(documents[:SAMPLES], template))
     write_text(cfg.data_dir / "samples.html", samples_html(documents[:SAMPLES], template))

@@ -3,7 +3,7 @@
     python -m mtptrain.store info RUN [--json]
     python -m mtptrain.store verify RUN [--fast]
     python -m mtptrain.store merge NEW RUN RUN ...
-    python -m mtptrain.store filter NEW RUN [--source S ...] [--split train|held_out] [--ids FILE] [--without-ids FILE]
+    python -m mtptrain.store filter NEW RUN [--source S ...] [--split train|held_out ...] [--ids FILE] [--without-ids FILE]
                                             [--min-tokens N] [--max-tokens N]
 
 RUN is a run's folder (runs/smollm2); info and verify take its store as well. Exit status: 0, 2 for what the user can mend, as damage is.
@@ -11,6 +11,7 @@ RUN is a run's folder (runs/smollm2); info and verify take its store as well. Ex
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -82,14 +83,17 @@ def _filter(arguments: argparse.Namespace) -> None:
     _tell(arguments.new, filter_run(arguments.new, arguments.run, arguments.source, arguments.split, ids, without_ids, tokens))
 
 
-def _ids(file: Path | None) -> list[str]:
+def _ids(file: Path | None) -> list[str] | None:
     """One a line."""
     if file is None:
-        return []
+        return None
     try:
-        return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"cannot read {file} ({e}); --ids and --without-ids name a file of document ids, one a line") from e
+    if not found:
+        raise UserError(f"{file} holds no document id; --ids and --without-ids name a file of them, one a line")
+    return found
 
 
 def _tell(new: Path, dropped: Counter[str]) -> None:
@@ -123,8 +127,8 @@ def parser() -> argparse.ArgumentParser:
     chosen = jobs.add_parser("filter", help="a run with some of another's documents")
     chosen.add_argument("new", type=Path)
     chosen.add_argument("run", type=Path)
-    chosen.add_argument("--source", action="append", default=[])
-    chosen.add_argument("--split", action="append", default=[], choices=[TRAIN, HELD_OUT])
+    chosen.add_argument("--source", action="extend", nargs="+", default=[])
+    chosen.add_argument("--split", action="extend", nargs="+", default=[], choices=[TRAIN, HELD_OUT])
     chosen.add_argument("--ids", type=Path, help="a file of document ids to keep, one a line")
     chosen.add_argument("--without-ids", type=Path, help="a file of document ids to drop, one a line")
     chosen.add_argument("--min-tokens", type=int, default=0)
@@ -141,6 +145,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         print(f"error: {error.filename or ''}: {error.strerror}; what is finished is safe", file=sys.stderr)
         return 2

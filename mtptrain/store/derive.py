@@ -5,6 +5,7 @@ Its manifest's inputs hold what all old ones agree in, and under `derived` where
 compares only what they agree in.
 """
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -66,7 +67,8 @@ def prompt(document: Document) -> tuple[int, ...]:
 def merge(target: Path, folders: Sequence[Path]) -> Counter[str]:
     """`target`: a run with all documents of the others, each once. Returns how many were dropped, by reason.
 
-    A training document that is, or has the prompt of, a held-out one of any run is dropped: heads are measured on those.
+    A training document that is, or has the prompt of, a held-out one of any run is dropped: heads are measured on those. So is a
+    held-out one whose prompt another run has held out: two answers to one prompt are no two measurements.
     """
     for i, folder in enumerate(folders):
         if folder.resolve() in {other.resolve() for other in folders[:i]}:
@@ -74,6 +76,8 @@ def merge(target: Path, folders: Sequence[Path]) -> Counter[str]:
     runs = [Run.open(folder) for folder in folders]
     held_out = [d for run in runs for d in run.documents if d.split == HELD_OUT]
     measured, prompts = {content(d) for d in held_out}, {prompt(d) for d in held_out}
+    first_with = {prompt(d): run.folder for run in reversed(runs) for d in run.documents if d.split == HELD_OUT}
+    folder_of = {id(d): run.folder for run in runs for d in run.documents}
     seen: set[str] = set()
 
     def why_not(document: Document) -> str | None:
@@ -82,6 +86,8 @@ def merge(target: Path, folders: Sequence[Path]) -> Counter[str]:
             return "shares a prompt with held-out"
         if key in seen:
             return "duplicate"
+        if document.split == HELD_OUT and first_with[prompt(document)] != folder_of[id(document)]:
+            return "held-out with the prompt of another run's"
         seen.add(key)
         return None
 
@@ -93,15 +99,16 @@ def filter_run(
     folder: Path,
     sources: Collection[str] = (),
     splits: Collection[str] = (),
-    ids: Collection[str] = (),
-    without_ids: Collection[str] = (),
+    ids: Collection[str] | None = None,
+    without_ids: Collection[str] | None = None,
     tokens: tuple[int, int | None] = (0, None),
 ) -> Counter[str]:
     """`target`: a run with the documents that fit every condition given. Returns how many were dropped, by reason."""
     run = Run.open(folder)
+    dropped_ids = set(without_ids or ())
     for given, known, what, most in (
         (sources, {d.source for d in run.documents}, "source", 100),
-        ({*ids, *without_ids}, {d.id for d in run.documents}, "document", 8),
+        ({*(ids or ()), *dropped_ids}, {d.id for d in run.documents}, "document", 8),
     ):
         if unknown := sorted(set(given) - known):
             shown = ", ".join(sorted(known)[:most]) + (", ..." if len(known) > most else "")
@@ -115,7 +122,7 @@ def filter_run(
                 for reason, fits in (
                     ("source", not sources or document.source in sources),
                     ("split", not splits or document.split in splits),
-                    ("id", (not ids or document.id in ids) and document.id not in without_ids),
+                    ("id", (ids is None or document.id in ids) and document.id not in dropped_ids),
                     ("length", tokens[0] <= size and (tokens[1] is None or size <= tokens[1])),
                 )
                 if not fits
@@ -143,6 +150,8 @@ def _write(target: Path, runs: list[Run], why_not: Callable[[Document], str | No
     if not captures:
         raise UserError(f"{runs[0].folder} and {runs[1].folder} have no capture in common")
     _refuse_existing(target)
+    if left := sorted({c for r in runs for c in r.store.manifest["results"]["captures"]} - set(captures)):
+        print(f"captures that not all of them have are left out: {', '.join(left)}", flush=True)
     dropped: Counter[str] = Counter()
     kept: list[tuple[Run, int, list[int]]] = []
     documents: list[Document] = []
@@ -172,13 +181,16 @@ def _write(target: Path, runs: list[Run], why_not: Callable[[Document], str | No
 
 
 def _refuse_existing(target: Path) -> None:
-    """UserError where a run is, unless it is one whose making was interrupted: data without a store, and derived. That is made anew."""
+    """UserError where a run is, unless it is one whose making was interrupted: derived, and without a finished store. That is deleted."""
+    for above in target.resolve().parents:
+        if any((above / "data" / name).exists() for name in (manifest.STARTED, manifest.MANIFEST)):
+            raise UserError(f"{target} would lie inside of the run {above}; name a folder beside it")
     data, store = target / "data", target / "store"
-    unfinished = not (store / manifest.MANIFEST).exists()
-    if (data / manifest.MANIFEST).exists():
-        unfinished &= manifest.DERIVED in manifest.require(data, "", "")["inputs"]
-    if not unfinished:
+    unfinished = not (store / manifest.MANIFEST).exists() and not (target / "heads").exists()
+    if not unfinished or not all(manifest.is_derived(part) for part in (data, store)):
         raise UserError(f"{target} is there already; name another run, or delete it")
+    for part in (data, store):
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _write_data(folder: Path, runs: list[Run], documents: list[Document], inputs: dict[str, Any], dropped: Counter[str]) -> None:

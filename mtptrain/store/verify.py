@@ -27,21 +27,25 @@ def find_damage(folder: Path, whole: bool = True) -> Iterator[str]:
 
     `whole` hashes every file; a corrupt one is set aside, so that precompute makes it anew. Otherwise sizes and headers are looked at.
     """
-    for seen in _look(folder, _manifest(folder), whole):
+    found = _manifest(folder)
+    for seen in _look(folder, found, whole):
         if isinstance(seen, str):
             yield seen
+    for path in _strays(folder, found):
+        yield f"{path} is no file of this store; delete it"
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    return manifest.require(folder, "the hidden-state store", "python -m mtptrain.precompute (with the same arguments)")
+    found = manifest.require(folder, "the hidden-state store", "python -m mtptrain.precompute (with the same arguments)")
+    if not {"captures", "shards"} <= found["results"].keys():
+        raise UserError(f"{folder} holds what another stage made; name a run, such as runs/smollm2, or its store")
+    return found
 
 
 def _look(folder: Path, found: dict[str, Any], whole: bool) -> Iterator[Sidecar | str]:
     """Every sidecar that can be read, and a line for everything that is not as it should be."""
     captures = list(found["results"]["captures"])
-    known = {manifest.MANIFEST, manifest.STARTED, "config.yaml", "rejects.jsonl"}
     for shard in tqdm(range(found["results"]["shards"]), desc="verify", unit="shard", mininterval=1, delay=2):
-        known |= {sidecar_path(folder, shard).name, *(part_path(folder, shard, part).name for part in [TOKENS, *captures])}
         try:
             sidecar = read_sidecar(folder, shard, hash_json(found["inputs"]))
         except StoreDamage as damage:
@@ -55,9 +59,16 @@ def _look(folder: Path, found: dict[str, Any], whole: bool) -> Iterator[Sidecar 
                     check_content(folder, sidecar, part)
             except StoreDamage as damage:
                 yield damage.problem
+
+
+def _strays(folder: Path, found: dict[str, Any]) -> Iterator[Path]:
+    known = {manifest.MANIFEST, manifest.STARTED, "config.yaml", "rejects.jsonl"}
+    for shard in range(found["results"]["shards"]):
+        known |= {sidecar_path(folder, shard).name}
+        known |= {part_path(folder, shard, part).name for part in [TOKENS, *found["results"]["captures"]]}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name not in known and not path.name.startswith(".") and not is_set_aside(path):
-            yield f"{path} is no file of this store"
+            yield path
 
 
 def describe(folder: Path) -> dict[str, Any]:

@@ -156,3 +156,16 @@ def test_any_number_of_ranks_and_any_stage_of_zero_train_alike(arguments: list[s
     words = [sys.executable, str(ROOT / "tools/check_ranks.py"), *arguments]
     done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_sweep_by_another_launcher_fails_where_a_job_of_it_fails(root: Path) -> None:
+    """submitit's local one runs each job in a process of its own, as its Slurm one does."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = [sys.executable, "-m", "mtptrain.train", "-m", "+recipe=tiny", f"root={root}", "hydra/launcher=submitit_local"]
+    done = subprocess.run(
+        [*words, "head=mtp,eagle", "target.path=/nowhere"], capture_output=True, text=True, cwd=root, env=ENVIRONMENT, timeout=200
+    )
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr
+    assert "/nowhere" in errors[0]

@@ -40,8 +40,14 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 MISTAKES = [
     ("data.train=prompts.jsonl", "error: data.train=prompts.jsonl: takes a list; write data.train=[prompts.jsonl]"),
     ("+recipe=smolm2", "error: recipe=smolm2: no such recipe; near: smollm2"),
-    ("+recipe=zzzz", "error: recipe=zzzz: no such recipe; there are: llama1b, llama70b, llama8b, smollm2, tiny"),
-    ("+recipe", "error: +recipe: name the recipe, +recipe=NAME; there are: llama1b, llama70b, llama8b, smollm2, tiny"),
+    (
+        "+recipe=zzzz",
+        "error: recipe=zzzz: no such recipe; there are: deepseek-v2-lite, llama1b, llama70b, llama8b, qwen3-8b, smollm2, tiny",
+    ),
+    (
+        "+recipe",
+        "error: +recipe: name the recipe, +recipe=NAME; there are: deepseek-v2-lite, llama1b, llama70b, llama8b, qwen3-8b, smollm2, tiny",
+    ),
     ("tiny", "error: tiny: a recipe is given as +recipe=tiny"),
     ("+recip=tiny", "error: recip: no such option; near: +recipe"),
     ("train.lrr=1", "error: train.lrr: no such option; near: train.optim.lr"),

@@ -77,7 +77,7 @@ def test_fault_16_a_manifest_that_was_changed_is_named(tmp_path: Path, changed: 
     edited = re.sub(rf"{key}: [^,\n]+", changed, file.read_text())
     assert edited != file.read_text()
     file.write_text(edited)
-    with pytest.raises(UserError, match=r"manifest\.json is damaged or was changed \(its hash differs\); use on_stale=redo"):
+    with pytest.raises(UserError, match=r"manifest\.json is damaged or was changed \(its hash differs\); delete it, then"):
         manifest.require(folder, "the store", "python -m mtptrain.precompute")
     with pytest.raises(UserError, match="its hash differs"):
         manifest.is_complete(folder, {"a": 1}, OnStale.error)

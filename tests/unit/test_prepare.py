@@ -19,7 +19,7 @@ from mtptrain.data.render import coloured, samples_html, samples_text
 from mtptrain.data.responses import Completed, Request
 from mtptrain.data.self_prompts import Round
 from mtptrain.errors import StaleError, UserError
-from mtptrain.stages import prepare
+from mtptrain.stages import generation, prepare
 from mtptrain.target.tokenizer import load_tokenizer
 from tests.unit import chat as c
 from tests.unit.tiny import tiny_llama
@@ -72,8 +72,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         loaded.append(folder.name)
         return "the model"
 
-    monkeypatch.setattr(prepare, "load_model", load)
-    monkeypatch.setattr(prepare, "HfGenerator", FakeGenerator)
+    monkeypatch.setattr(generation, "load_model", load)
+    monkeypatch.setattr(generation, "HfGenerator", FakeGenerator)
     monkeypatch.setattr(FakeGenerator, "prompts", [])
     monkeypatch.setattr(FakeGenerator, "die_after", None)
     monkeypatch.setattr(FakeGenerator, "asked", [])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mtptrain import manifest
 from mtptrain.config import OnStale
-from mtptrain.data.documents import FILE, HELD_OUT, TRAIN, Document, read_documents, write_documents
+from mtptrain.data.documents import FILE, HELD_OUT, TRAIN, Document, check_documents, read_documents, write_documents
 from mtptrain.errors import UserError
 from mtptrain.files import hash_file
 from mtptrain.store.__main__ import main
@@ -154,6 +154,14 @@ def test_a_merge_that_was_interrupted_is_made_anew_and_any_other_run_is_left(tmp
     made = everything(tmp_path / "all")
     assert made.keys() == whole.keys()
     assert all(same(made[key], whole[key]) for key in whole)
+    stray = tmp_path / "all/store/00077.tokens.safetensors"  # of a killed merge of more runs
+    stray.write_bytes(b"")
+    (tmp_path / "all/store" / manifest.MANIFEST).unlink()
+    (tmp_path / "all/data" / manifest.MANIFEST).unlink()
+    with pytest.raises(UserError, match="interrupted; give that command again"):
+        manifest.is_complete(tmp_path / "all/data", DATA_INPUTS, OnStale.error)
+    filter_run(tmp_path / "all", tmp_path / "a")
+    assert not stray.exists()
     (tmp_path / "a/store" / manifest.MANIFEST).unlink()  # its data alone is finished
     with pytest.raises(UserError, match="is there already"):
         filter_run(tmp_path / "a", tmp_path / "b")
@@ -224,6 +232,7 @@ def test_info_counts_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture
         ["verify", "nowhere"],
         ["merge", "new", "a"],
         ["merge", "new", "a", "./a"],
+        ["filter", "new", "nowhere", "--ids", "/dev/null"],
         ["filter", "new", "nowhere"],
         ["filter", "new", "nowhere", "--ids", "no"],
     ],
@@ -247,3 +256,35 @@ def test_a_run_without_documents_of_a_split_says_so(tmp_path: Path, capsys: pyte
     assert "no held_out documents" in capsys.readouterr().out
     assert main(["filter", str(tmp_path / "all"), str(tmp_path / "run")]) == 0
     assert "documents, and" not in capsys.readouterr().out
+
+
+def test_two_answers_to_a_held_out_prompt_are_one_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = random_documents([20, 25, 30, 35])
+    again = [Document(id=d.id, source=d.source, split=d.split, tokens=[*d.tokens[:-1], 3], spans=d.spans) for d in documents]
+    assert all(one.tokens != other.tokens for one, other in zip(documents, again, strict=True))
+    for name, those in (("a", documents), ("b", again)):
+        make_run(tmp_path / name, those)
+    dropped = merge(tmp_path / "all", [tmp_path / "a", tmp_path / "b"])
+    held_out = [d for d in documents if d.split == HELD_OUT]
+    assert dropped["held-out with the prompt of another run's"] == len(held_out) > 0
+    kept = read_documents(tmp_path / "all/data")
+    assert [d.tokens for d in kept if d.split == HELD_OUT] == [d.tokens for d in held_out]
+
+
+def test_a_folder_of_another_stage_is_no_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "run", random_documents([20, 25]))
+    assert main(["verify", str(tmp_path / "run/data")]) == 2
+    assert "another stage" in capsys.readouterr().err
+
+
+def test_what_was_made_of_other_runs_is_never_redone_and_never_prepared_anew(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", random_documents([5, 9]))
+    filter_run(tmp_path / "some", tmp_path / "a")
+    data = tmp_path / "some/data"
+    with pytest.raises(UserError, match="can't be redone"):
+        manifest.is_complete(data, DATA_INPUTS | {"target": "x"}, OnStale.redo)
+    (data / FILE).write_bytes(b"")
+    with pytest.raises(UserError, match="merge or filter again"):
+        check_documents(data, manifest.require(data, "", "")["results"])
+    with pytest.raises(UserError, match="inside of the run"):
+        filter_run(tmp_path / "a/b", tmp_path / "a")

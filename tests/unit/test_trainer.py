@@ -151,8 +151,8 @@ def test_fault_17_a_large_batch_hands_back_freed_memory_before_its_loss(
     plain = trainer(store, tmp_path / "plain", small_config())
     plain.run()
     called: list[int] = []
-    monkeypatch.setattr("mtptrain.trainer._LARGE", 1)
-    monkeypatch.setattr("mtptrain.trainer.give_back", lambda: called.append(heap.give_back()))
+    monkeypatch.setattr("mtptrain.objective._LARGE", 1)
+    monkeypatch.setattr("mtptrain.objective.give_back", lambda: called.append(heap.give_back()))
     large = trainer(store, tmp_path / "large", small_config())
     large.run()
     assert len(called) == sum(len(batches) for batches in large.updates)
@@ -192,20 +192,20 @@ def test_a_nan_loss_stops_before_the_optimizer_step_and_names_the_documents(stor
     with torch.no_grad():
         made.head.eh_proj.weight[0, 0] = float("nan")
     before = weights_hash(made.head)
-    with pytest.raises(UserError, match=r"loss is nan at update 0.*doc-"):
+    with pytest.raises(UserError, match=r"loss is nan at update 1.*doc-"):
         made.update(made.updates[0])
     assert weights_hash(made.head) == before
 
 
 def _bad_updates(made: Trainer, monkeypatch: pytest.MonkeyPatch, factors: dict[int, float]) -> None:
     """Multiply the loss of some updates."""
-    whole = made.batch_loss
+    whole = made.objective.of
 
     def batch_loss(*arguments: Any) -> Any:
         loss, statistics = whole(*arguments)
         return loss * factors.get(made.progress.update, 1.0), statistics
 
-    monkeypatch.setattr(made, "batch_loss", batch_loss)
+    monkeypatch.setattr(made.objective, "of", batch_loss)
 
 
 def test_a_bad_update_is_passed_over_as_if_it_had_not_been(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_a_bad_update_is_passed_over_as_if_it_had_not_been(store: Store, tmp_pat
 def test_more_bad_updates_than_allowed_stop_the_training(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer(store, tmp_path, small_config(bad_update=BadUpdate.skip, max_skipped=2))
     _bad_updates(made, monkeypatch, {1: float("nan"), 3: float("nan"), 4: float("nan")})
-    with pytest.raises(UserError, match=r"loss is nan at update 4.*doc-.*one more than train\.max_skipped=2"):
+    with pytest.raises(UserError, match=r"loss is nan at update 5.*doc-.*one more than train\.max_skipped=2"):
         made.run()
     skipped = [row["update"] for row in read_jsonl_durable(tmp_path / "log.jsonl") if "skipped" in row]
     assert skipped == [2, 4]
@@ -236,7 +236,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_optimizer_step(store: St
     made = trainer(store, tmp_path, small_config())
     made.head.eh_proj.weight.register_hook(lambda grad: grad * float("inf"))
     before = weights_hash(made.head)
-    with pytest.raises(UserError, match=r"gradient's norm is (inf|nan) at update 0.*doc-.*train\.bad_update=skip"):
+    with pytest.raises(UserError, match=r"gradient's norm is (inf|nan) at update 1.*doc-.*train\.bad_update=skip"):
         made.update(made.updates[0])
     assert weights_hash(made.head) == before
 
