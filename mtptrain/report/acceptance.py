@@ -78,9 +78,12 @@ def depth(report: dict[str, Any]) -> Section | None:
                 table=Table(["", *numbered("depth", len(rates))], rows),
             )
         )
-    panels += filter(None, (_by_k(report), _by_source(report)))
+    panels += filter(None, (_by_k(report), _by_source(report), _by_context(report)))
     return Section(
-        "depth", "By depth, length and source", "How deep drafts are accepted, how long they should be, and on which text.", panels
+        "depth",
+        "By depth, length and source",
+        "How deep drafts are accepted, how long they should be, on which text and how far into it.",
+        panels,
     )
 
 
@@ -132,6 +135,26 @@ def _by_source(report: dict[str, Any]) -> Panel | None:
         note="All documents of the walk. A source with a single document has no interval.",
         figure=figures.forest(estimates, "accepted length", show_values=False),
         table=Table(columns, rows),
+        wide=True,
+    )
+
+
+def _by_context(report: dict[str, Any]) -> Panel | None:
+    contexts = {int(n): s for n, s in ((report.get("walk") or {}).get("by_context") or {}).items()}
+    if not contexts:
+        return None
+    contexts = dict(sorted(contexts.items()))
+    names = {n: f"{n:,} to {2 * n - 1:,}" if n else "fewer" for n in contexts}
+    rows = [
+        [names[n], count(s["documents"]), count(s["drafts"]), number(s["mean_accepted_length"]), interval(s["mean_accepted_length_ci95"])]
+        for n, s in contexts.items()
+    ]
+    estimates = [Estimate(label=names[n], value=s["mean_accepted_length"], ci=s["mean_accepted_length_ci95"]) for n, s in contexts.items()]
+    return Panel(
+        title="By context, offline walk",
+        note="Tokens before the draft: a head trained on short documents may lose acceptance far into long ones.",
+        figure=figures.forest(estimates, "accepted length", show_values=False),
+        table=Table(["tokens before", "documents", "drafts", "accepted length", "95 % interval"], rows),
         wide=True,
     )
 

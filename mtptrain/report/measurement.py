@@ -10,22 +10,55 @@ from mtptrain.decoding.walk import DocumentWalk
 
 _RESAMPLES = 1000
 _CONFIDENCE = 0.95
+_SHORTEST = 128
+"""Contexts of fewer tokens are one."""
 
 
 def measure(walks: Sequence[DocumentWalk], k: int) -> dict[str, Any]:
-    """{"k", "overall": {...}, "by_source": {source: {...}}} of drafts of length `k`.
+    """{"k", "overall": {...}, "by_source": {source: {...}}, "by_context": {tokens: {...}}} of drafts of length `k`.
 
     mean_accepted_length = 1 + accepted / drafts; accept_rate_per_position[i] = drafts whose token i was accepted / drafts (as
     engines count); conditional_accept_rate[i] = drafts whose token i was accepted / drafts that came to compare token i inside
     the span; tokens_per_target_step = generated tokens that did not come from prefill / drafts. Intervals are 95 % bootstrap
-    percentiles over documents.
+    percentiles over documents. by_context has the drafts by how many tokens lie before them: those of `tokens` 512 have 512 to 1,023,
+    those of 0 fewer than the smallest power of two there is.
     """
     sources = sorted({w.source for w in walks})
     return {
         "k": k,
         "overall": _statistics(walks, k),
         "by_source": {s: _statistics([w for w in walks if w.source == s], k) for s in sources},
+        "by_context": _by_context(walks),
     }
+
+
+def _by_context(walks: Sequence[DocumentWalk]) -> dict[str, dict[str, Any]]:
+    found: dict[int, dict[str, list[int]]] = {}
+    for walk in walks:
+        counts: dict[int, list[int]] = {}
+        for draft in walk.drafts:
+            of = counts.setdefault(_power_below(draft.row + 2), [0, 0])  # the first drafted token stands at row + 2
+            of[0] += draft.accepted
+            of[1] += 1
+        for tokens, (accepted, drafts) in counts.items():
+            of_context = found.setdefault(tokens, {"accepted": [], "drafts": []})
+            of_context["accepted"].append(accepted)
+            of_context["drafts"].append(drafts)
+    return {
+        str(tokens): {
+            "documents": len(of["drafts"]),
+            "drafts": sum(of["drafts"]),
+            "accepted": sum(of["accepted"]),
+            "mean_accepted_length": 1 + sum(of["accepted"]) / sum(of["drafts"]),
+            "mean_accepted_length_ci95": _interval(of["accepted"], of["drafts"], offset=1.0),
+        }
+        for tokens, of in sorted(found.items())
+    }
+
+
+def _power_below(tokens: int) -> int:
+    """The largest power of two that is not above, from `_SHORTEST` on; 0 below that."""
+    return 1 << (tokens.bit_length() - 1) if tokens >= _SHORTEST else 0
 
 
 def _statistics(walks: Sequence[DocumentWalk], k: int) -> dict[str, Any]:

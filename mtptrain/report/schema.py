@@ -7,7 +7,8 @@ head                  kind, label, config; parameters, parameters_per_drafted_to
 layout                of the vLLM folder that was measured; null where the head is not exported for vLLM
 k                     draft length of the gate and of `walk`, `reference`, `engine`
 training              updates, tokens, supervised rows, seconds
-walk                  measurement (report/measurement.py), the offline walk over all held-out documents
+walk                  measurement (report/measurement.py), the offline walk over all held-out documents: overall, by source, and by how
+                      many tokens lie before a draft
 reference             the same shape, real target and real draft in plain torch; null until measured
 engine                the same shape, the serving engine on the exported folder; null until measured
 same_documents        {"walk", "reference", "engine"}: all three over the documents that the fewest of them ran; null with the walk alone

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from mtptrain.decoding.compare import Agreement
+from mtptrain.decoding.walk import DocumentWalk, Draft
+from mtptrain.report.measurement import measure
 from mtptrain.report.schema import certificate, gate, strongest
 
 
@@ -41,6 +43,23 @@ def test_gate(length: float | None, drafts: float, outputs: float, reasons: list
     for reason, expected in zip(record["reasons"], reasons, strict=True):
         assert expected.partition(" ")[0] in reason
         assert expected.partition(" ")[2] in reason
+
+
+def test_acceptance_by_context_counts_each_draft_where_its_first_token_stands() -> None:
+    """The first drafted token of row p stands at p + 2, so it has p + 2 tokens before it."""
+    rows = [(10, 1), (125, 3), (126, 2), (254, 0), (600, 1), (1021, 2), (1022, 3)]
+    walks = [DocumentWalk("a", "x", 1, 2000, [Draft(row, [0] * 3, accepted) for row, accepted in rows])]
+    walks.append(DocumentWalk("b", "y", 1, 30, [Draft(4, [0] * 3, 0)]))
+    found = measure(walks, 3)["by_context"]
+    assert {n: (s["documents"], s["drafts"], s["accepted"]) for n, s in found.items()} == {
+        "0": (2, 3, 4),
+        "128": (1, 1, 2),
+        "256": (1, 1, 0),
+        "512": (1, 2, 3),
+        "1024": (1, 1, 3),
+    }
+    assert found["512"]["mean_accepted_length"] == 2.5
+    assert sum(s["drafts"] for s in found.values()) == measure(walks, 3)["overall"]["drafts"]
 
 
 def test_gate_without_a_second_measurement_asks_for_the_length_alone() -> None:

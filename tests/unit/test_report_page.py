@@ -88,7 +88,7 @@ def test_size_and_file(tmp_path: Path, html: str, report: dict[str, Any]) -> Non
 def test_all_sections(full: Page) -> None:
     assert full.sections == SECTIONS
     assert [a["href"] for t, a in full.tags if t == "a"] == [f"#{s}" for s in SECTIONS]
-    assert len(full.figures) == sum(a.get("class") == "chart" for _, a in full.tags) == 8
+    assert len(full.figures) == sum(a.get("class") == "chart" for _, a in full.tags) == 9
 
 
 def test_minimal_report(parsed: Parsed) -> None:
@@ -163,6 +163,9 @@ def test_depths_lengths_and_sources(full: Page, report: dict[str, Any]) -> None:
         assert full.row("depth", f"K = {k}")[0] == f"{m['overall']['mean_accepted_length']:.3f}"
     code = report["walk"]["by_source"]["code"]
     assert full.row("depth", "code")[:2] == [str(code["documents"]), f"{code['mean_accepted_length']:.3f}"]
+    near = report["walk"]["by_context"]["128"]
+    expected = [str(near["documents"]), f"{near['drafts']:,}", f"{near['mean_accepted_length']:.3f}"]
+    assert full.row("depth", "128 to 255")[:3] == expected
     bars = full.figures[1]["data"]
     assert [bar["y"] for bar in bars] == [stats["accept_rate_per_position"], stats["conditional_accept_rate"]]
 
@@ -211,7 +214,7 @@ def test_serving_command_is_exact(full: Page, report: dict[str, Any]) -> None:
 def test_training_curves(full: Page) -> None:
     log = training_log()
     walks = [r for r in log if "walk" in r]
-    held_out, loss, match = full.figures[4:7]
+    held_out, loss, match = full.figures[5:8]
     assert held_out["data"][0]["y"] == [r["walk"]["mean_accepted_length"] for r in walks]
     assert held_out["data"][0]["marker"]["symbol"].index("star") == [r["update"] for r in walks].index(2200)
     assert loss["data"][0]["y"] == [r["loss"] for r in log if "loss" in r]
