@@ -653,6 +653,15 @@ class PlanConfig:
     train_tokens_per_second: float | None = None
     matmul_tflops: float | None = None
     """Achieved matrix rate; None: measured on this machine for a second."""
+    hardware: str | None = None
+    """Plan for `gpus` of these instead of this machine (mtptrain/hardware.py): a100, h100, h200, b200, l40s, rtx4090."""
+    gpus: int = 8
+    efficiency: float = 0.4
+    """Share of a GPU's dense bfloat16 rate that is reached."""
+
+    def __post_init__(self) -> None:
+        _require(self.gpus >= 1, "plan.gpus", self.gpus, "must be at least 1")
+        _require(0 < self.efficiency <= 1, "plan.efficiency", self.efficiency, "must be in (0, 1]")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,11 +2,15 @@
 """Peak memory of a training step, against what a step must hold, and how it grows with tokens and vocabulary.
 
     python tools/bench_memory.py [--hidden N] [--vocabulary N] [--tokens N] [--json FILE]
+    python tools/bench_memory.py --long 8192,32768 --hidden 64 --vocabulary 1000 --tokens 1024
 
 A random target of the given sizes, one packed batch, three draft steps, forward, backward and optimizer, each size in a process of its own;
 what a process holds before it reads the target is subtracted. What a step must hold, in its dtype: the target's embeddings and lm_head,
 the head's weights, gradients and two moments, and of every row and draft step what the layer's backward reads. The defaults are
 V=152k and H=4096 divided by 16, 16k tokens and the loss's chunk halved.
+
+`--long`: one document of so many tokens instead, trained in windows of `--tokens`; what must grow with it are its states, and keys and
+values with their gradients.
 """
 
 import argparse
@@ -80,6 +84,8 @@ def step(sizes: dict[str, int], overrides: list[str]) -> dict[str, Any]:
     width = context.dtype.itemsize
     must = 16 * weights + 2 * sizes["vocabulary"] * sizes["hidden"] * width
     must += sizes["tokens"] * cfg.train.steps * floats_of_a_row(head.layer.config) * width
+    of_layer = head.layer.config
+    must += sizes.get("document", 0) * (of_layer.hidden_size * (width + 2) + 2 * of_layer.num_kv_heads * of_layer.head_dim * (width + 4))
     logits = 4 * cfg.train.loss.chunk_rows * sizes["vocabulary"]
     return {"peak_bytes_of_step": peak, "must_bytes": must, "ratio": peak / must, "logits_of_a_chunk": logits}
 
@@ -87,23 +93,25 @@ def step(sizes: dict[str, int], overrides: list[str]) -> dict[str, Any]:
 def _random_store(folder: Path, sizes: dict[str, int]) -> None:
     """One shard of documents of equal length, all but one of them for training; every token is supervised."""
     random = torch.Generator().manual_seed(0)
+    long = sizes.get("document")
+    lengths = [_DOCUMENT, long] if long else [_DOCUMENT] * (1 + sizes["tokens"] // _DOCUMENT)
     documents = [
         Document(
             id=f"{i}",
             source="random",
             split=HELD_OUT if i == 0 else TRAIN,
-            tokens=torch.randint(sizes["vocabulary"], (_DOCUMENT,), generator=random).tolist(),
-            spans=[(0, _DOCUMENT)],
+            tokens=torch.randint(sizes["vocabulary"], (length,), generator=random).tolist(),
+            spans=[(0, length)],
         )
-        for i in range(1 + sizes["tokens"] // _DOCUMENT)
+        for i, length in enumerate(lengths)
     ]
     write_store(
         folder,
         {"made": "at random"},
         (BF16, BF16),
         documents,
-        sizes["tokens"] + _DOCUMENT,
-        lambda members: {"final": torch.randn(len(members) * _DOCUMENT, sizes["hidden"], generator=random).bfloat16()},
+        max(sizes["tokens"], long or 0) + _DOCUMENT,
+        lambda members: {"final": torch.randn(sum(lengths[i] for i in members), sizes["hidden"], generator=random).bfloat16()},
     )
 
 
@@ -112,19 +120,23 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=9500)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--long", default="", help="tokens of one document, with commas between")
     parser.add_argument("--json", type=Path)
     arguments, overrides = parser.parse_known_args()
     size = {"hidden": arguments.hidden, "vocabulary": arguments.vocabulary, "tokens": arguments.tokens}
     every = [size, size | {"tokens": size["tokens"] // 2}, size | {"vocabulary": 4 * size["vocabulary"]}]
+    if arguments.long:
+        every = [size | {"document": int(tokens)} for tokens in arguments.long.split(",")]
     found = []
     print("| hidden | vocabulary | tokens | peak of a step | must hold | ratio | logits of the whole batch, not held |")
     print("|---|---|---|---|---|---|---|")
     for sizes in every:
         row = sizes | apart(step, sizes, overrides)
         found.append(row)
-        whole = 4 * 3 * sizes["tokens"] * sizes["vocabulary"]
+        tokens = sizes.get("document", sizes["tokens"])
+        whole = 4 * 3 * tokens * sizes["vocabulary"]
         print(
-            f"| {sizes['hidden']} | {sizes['vocabulary']:,} | {sizes['tokens']:,} | {row['peak_bytes_of_step'] / 1e6:,.0f} MB | "
+            f"| {sizes['hidden']} | {sizes['vocabulary']:,} | {tokens:,} | {row['peak_bytes_of_step'] / 1e6:,.0f} MB | "
             f"{row['must_bytes'] / 1e6:,.0f} MB | {row['ratio']:.2f} | {whole / 1e6:,.0f} MB |",
             flush=True,
         )

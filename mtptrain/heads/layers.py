@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from mtptrain.config import HeadConfig
 from mtptrain.target.spec import TargetSpec
 
-_SCORES = 1 << 27
-"""Attention scores, over all heads, that are there at once: half a gigabyte."""
+_SCORES = 1 << 24
+"""Attention scores, over all heads, that are worked on at once: 64 MB in each of a handful of arrays."""
 _CACHED = 1 << 16
 """Elements of a matrix that are worked on at once on a CPU."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from mtptrain.config import Config
 from mtptrain.errors import UserError
 from mtptrain.estimate import Plan, SizeUnknown, Stage, estimate, known_spec
+from mtptrain.hardware import Gpu, gpu_of, predict, scaling
 from mtptrain.target.spec import TargetSpec, read_spec
 
 __all__ = ["Plan", "estimate", "refuse_if_it_cannot_fit", "run"]
@@ -23,6 +24,10 @@ def run(cfg: Config) -> None:
     from mtptrain.target.model import pick_device, pick_dtype, set_threads
 
     refuse_early(cfg, known_spec(cfg))
+    if cfg.plan.hardware is not None:
+        gpu, plan = gpu_of(cfg.plan.hardware), estimate(cfg, auto_bytes=2)
+        print("\n".join([*_amounts(cfg, plan), *_elsewhere(cfg, plan, gpu)]), flush=True)
+        return
     set_threads(cfg.threads)
     device = pick_device(cfg.device)
     plan = estimate(cfg, pick_dtype(cfg.target.dtype, device).itemsize)
@@ -125,16 +130,7 @@ def seconds(stage: Stage, rates: dict[int, float]) -> float:
 
 def describe(cfg: Config, plan: Plan, rates: dict[int, float], memory: int) -> list[str]:
     """The lines that are printed."""
-    volume = plan.volume
-    lines = [
-        f"plan of {cfg.run_dir} for {cfg.target.path} ({plan.spec.model_type}, {plan.target_parameters:,} parameters)",
-        f"  tokens       {volume.tokens:,} in {volume.documents:,} documents ({volume.basis}); {volume.generated:,} to generate",
-        f"  head         {plan.head_parameters:,} parameters ({cfg.head.kind.name}), trained on {plan.trained_tokens:,} tokens",
-        f"  store        {size(plan.store_bytes)} on disk ({plan.bytes_per_token:,} bytes a token)",
-        f"  checkpoints  {size(plan.checkpoint_bytes)}, export {size(plan.export_bytes)}",
-        f"  disk         {size(plan.disk_bytes)} in all, {size(free_bytes(cfg.run_dir))} free",
-        f"  {'stage':12} {'memory':>10} {'time':>10}",
-    ]
+    lines = [*_amounts(cfg, plan), f"  {'stage':12} {'memory':>10} {'time':>10}"]
     for name, stage in plan.stages.items():
         given = " (at the given tokens a second)" if stage.tokens_per_second is not None else ""
         too_large = "" if stage.memory <= memory else f"  more than the {size(memory)} that are free here"
@@ -144,7 +140,41 @@ def describe(cfg: Config, plan: Plan, rates: dict[int, float], memory: int) -> l
     shown = ", ".join(f"{rate / 1e9:,.1f} at {rows} rows" for rows, rate in rates.items())
     source = "plan.matmul_tflops" if cfg.plan.matmul_tflops is not None else "measured here"
     lines.append(f"  times are lower bounds from matrix products alone ({source}, GFLOP/s: {shown});")
-    lines.append("  rates you have measured go into plan.{generate,precompute,train}_tokens_per_second")
+    lines.append("  rates you have measured go into plan.{generate,precompute,train}_tokens_per_second;")
+    lines.append("  plan.hardware=h100 plan.gpus=8 plans for other machines than this one")
+    return lines
+
+
+def _amounts(cfg: Config, plan: Plan) -> list[str]:
+    """What does not depend on the machine."""
+    volume = plan.volume
+    return [
+        f"plan of {cfg.run_dir} for {cfg.target.path} ({plan.spec.model_type}, {plan.target_parameters:,} parameters)",
+        f"  tokens       {volume.tokens:,} in {volume.documents:,} documents ({volume.basis}); {volume.generated:,} to generate",
+        f"  head         {plan.head_parameters:,} parameters ({cfg.head.kind.name}), trained on {plan.trained_tokens:,} tokens",
+        f"  store        {size(plan.store_bytes)} on disk ({plan.bytes_per_token:,} bytes a token)",
+        f"  checkpoints  {size(plan.checkpoint_bytes)}, export {size(plan.export_bytes)}",
+        f"  disk         {size(plan.disk_bytes)} in all, {size(free_bytes(cfg.run_dir))} free",
+    ]
+
+
+def _elsewhere(cfg: Config, plan: Plan, gpu: Gpu) -> list[str]:
+    """On GPUs that are not here."""
+    run = predict(cfg, plan, gpu, cfg.plan.gpus)
+    lines = [
+        f"  on {run.gpus} {cfg.plan.hardware}, {run.tensor_parallel} to a copy of the target",
+        f"  {'stage':12} {'a GPU':>10} {'time':>10}",
+    ]
+    for name, taken in run.seconds.items():
+        too_large = "" if run.memory[name] <= gpu.memory else f"  more than the {size(gpu.memory)} it has"
+        lines.append(f"  {name:12} {size(run.memory[name]):>10} {duration(taken):>10}{too_large}")
+    lines.append(f"  {'all':12} {size(max(run.memory.values())):>10} {duration(sum(run.seconds.values())):>10}")
+    lines.append(
+        f"  {run.updates:,} updates; to sum the gradients of one, a rank moves {size(run.sum_bytes)} in {1000 * run.sum_seconds:,.0f} ms"
+    )
+    more = ", ".join(f"{gpus} in {duration(taken)}" for gpus, taken in scaling(cfg, plan, gpu).items())
+    lines.append(f"  all stages on more of them: {more} (an update grows with the nodes)")
+    lines.append(f"  from datasheets, at plan.efficiency={cfg.plan.efficiency:g} of their bfloat16 rate; assumptions: mtptrain/hardware.py")
     return lines
 
 

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from mtptrain import sizes
+from mtptrain import cli, sizes
 from mtptrain.cli import compose
-from mtptrain.config import Config, HeadConfig, NormsConfig
+from mtptrain.config import Config, DeepSpeedConfig, HeadConfig, NormsConfig
 from mtptrain.data.documents import Document, write_documents
 from mtptrain.errors import UserError
 from mtptrain.estimate import SizeUnknown, Stage, estimate, known_spec, volume
+from mtptrain.hardware import GPUS, predict, scaling
 from mtptrain.heads.build import build_head
 from mtptrain.manifest import finish
 from mtptrain.stages import plan as stage
@@ -312,3 +313,44 @@ def test_units() -> None:
         "4.9 TiB",
     ]
     assert [duration(s) for s in (5, 119, 120, 7200, 400_000)] == ["5 s", "119 s", "2.0 min", "2.0 h", "4.6 days"]
+
+
+def test_other_machines_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """70B on eight H100: 141.1 GB of weights are more than three quarters of two, so four hold a copy."""
+    cfg = _config("+recipe=llama70b", "plan.train_tokens=48_000_000", "plan.efficiency=0.5")
+    made = estimate(cfg, auto_bytes=2)
+    gpu = GPUS["h100"]
+    run = predict(cfg, made, gpu, 8)
+    assert (run.tensor_parallel, run.gpus) == (4, 8)
+    load = 120 + 2 * 70_553_706_496 / 2e9
+    assert run.seconds["precompute"] == pytest.approx(load + made.stages["precompute"].flops / (989e12 * 0.5 * 8))
+    head = made.head_parameters
+    assert run.sum_bytes == pytest.approx(2 * 7 / 8 * 4 * head)
+    assert run.updates == made.trained_tokens // (4096 * 8)
+    assert run.seconds["train"] == pytest.approx(
+        120 + made.stages["train"].flops / (989e12 * 0.5 * 8) + run.updates * run.sum_bytes / (0.6 * 450e9)
+    )
+    assert run.memory["train"] == made.stages["train"].memory
+    sharded = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, deepspeed=DeepSpeedConfig(stage=2)))
+    assert run.memory["train"] - predict(sharded, made, gpu, 8).memory["train"] == pytest.approx(12 * head * 7 / 8)
+    with pytest.raises(UserError, match=r"141 GB, need 4"):
+        predict(cfg, made, gpu, 2)
+    times = scaling(cfg, made, gpu)
+    assert list(times) == [8, 64, 512]
+    assert times[8] > times[64] > times[512]
+
+
+def test_a_batch_that_does_not_fit_is_cut_to_what_does() -> None:
+    """8 x 4090 hold a 70B in 24 GB each: what 90 % of 192 GB leaves beside 141.1 GB, at 327,680 bytes a token."""
+    cfg = _config("+recipe=llama70b")
+    made = estimate(cfg, auto_bytes=2)
+    run = predict(cfg, made, GPUS["rtx4090"], 8)
+    context = made.volume.tokens / made.volume.documents
+    fits = int((0.9 * 192e9 - 2 * 70_553_706_496) / (context * 327_680))
+    assert fits < cfg.data.responses.batch_size
+    assert run.memory["prepare"] == pytest.approx((2 * 70_553_706_496 + fits * context * 327_680) / 8)
+
+
+def test_unknown_hardware_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(stage.run, "plan", ["+recipe=llama8b", "plan.hardware=h900"]) == 2
+    assert "there are: a100, h100" in capsys.readouterr().err
