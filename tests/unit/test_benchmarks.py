@@ -1,6 +1,10 @@
 """What the benchmarks reckon with: the floor of a training step against counted products, and the gate's idea of worse."""
 
 import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +16,7 @@ from mtptrain.config import HeadKind, OutputProjection
 from mtptrain.heads.lm_head import LmHead
 from mtptrain.heads.unroll import Unroll, true_token_steps
 from mtptrain.losses import distillation_kl
-from tests.recipes.test_pipeline import ROOT
+from tests.recipes.test_pipeline import ENVIRONMENT, ROOT
 from tests.unit.heads import HIDDEN, VOCAB, bound, small_batch, small_head, small_spec
 
 
@@ -92,3 +96,14 @@ def test_the_gate_shuts_on_memory_that_grew_and_has_no_opinion_without_a_baselin
     assert gate.compare({name: 1.12}, {name: 1.0}) == [name]
     assert gate.compare({name: 1.08}, {name: 1.0}) == []
     assert gate.compare({name: 9.0}, {}) == []
+
+
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
+    file, command = tmp_path / "found.json", [sys.executable, str(ROOT / "tools/bench_gpu.py")]
+    words = ["--device", "cpu", "--shape", "tiny", "--heads", "mtp", "--tokens", "512", "--updates", "1", "--layers", "2"]
+    done = subprocess.run([*command, *words, "--json", str(file)], capture_output=True, text=True, env=ENVIRONMENT, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())["tiny"]
+    assert all(row["tokens_per_second"] > 0 and 0 < row["mfu"] < 1 for row in found.values())
+    refused = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}, timeout=100)
+    assert refused.stderr.startswith("error: this PyTorch sees no CUDA device")
