@@ -23,8 +23,8 @@ from mtptrain.config import Config
 from mtptrain.data.documents import FILE, Document, read_documents
 from mtptrain.report.measurement import measure
 from mtptrain.sizes import stored_bytes_per_token
+from mtptrain.stages.capture import codecs
 from mtptrain.stages.context import open_context, wanted_captures
-from mtptrain.stages.precompute import codecs
 from mtptrain.stages.train import initial_head, make_trainer, training_documents
 from mtptrain.stages.walk import walk_documents
 from mtptrain.store.reader import Store

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from mtptrain.config import Config, PrecomputeBackend
 from mtptrain.pool import Pool, chunks, resources, spread_config
-from mtptrain.stages.precompute import Lost, Work, by_engine, codecs, load_checked, shard_states
+from mtptrain.stages.capture import Lost, Work, by_engine, codecs, load_checked, shard_states
 from mtptrain.store.format import Rejected, read_sidecar
 from mtptrain.store.writer import StoreWriter
 from mtptrain.target.model import pick_device, pick_dtype, set_threads

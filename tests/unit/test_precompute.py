@@ -16,7 +16,7 @@ from mtptrain.config import Codec, Config, Device, Dtype, OnStale
 from mtptrain.data.documents import FILE, Document, write_documents
 from mtptrain.errors import StaleError, UserError
 from mtptrain.files import hash_file, hash_json
-from mtptrain.stages import parity, precompute
+from mtptrain.stages import capture, parity, precompute
 from mtptrain.store.reader import Store
 from tests.unit.stores import random_documents
 from tests.unit.tiny import tiny_llama
@@ -68,14 +68,14 @@ def counted(monkeypatch: pytest.MonkeyPatch, fail_after: int | None = None) -> l
     """Record the lengths of each stored forward; die at number `fail_after`."""
     calls: list[list[int]] = []
 
-    def capture(model: Any, tokens: list[list[int]], names: list[str]) -> dict[str, torch.Tensor]:
+    def counted(model: Any, tokens: list[list[int]], names: list[str]) -> dict[str, torch.Tensor]:
         if len(calls) == fail_after:
             raise KeyboardInterrupt
         calls.append([len(t) for t in tokens])
         return real(model, tokens, names)
 
-    real: Callable[..., dict[str, torch.Tensor]] = precompute.capture_packed
-    monkeypatch.setattr(precompute, "capture_packed", capture)
+    real: Callable[..., dict[str, torch.Tensor]] = capture.capture_packed
+    monkeypatch.setattr(capture, "capture_packed", counted)
     return calls
 
 
@@ -112,7 +112,7 @@ def test_a_finished_store_is_reused_without_a_forward(tmp_path: Path, target: Pa
     precompute.run(cfg)
     before = bytes_of(cfg.store_dir)
     calls = counted(monkeypatch, fail_after=0)
-    monkeypatch.setattr(precompute, "load_model", None)
+    monkeypatch.setattr(capture, "load_model", None)
     precompute.run(cfg)
     assert calls == []
     assert bytes_of(cfg.store_dir) == before
@@ -242,13 +242,13 @@ def test_fault_14_nan_stored(
     documents = random_documents(LENGTHS, vocab_size=300)
     documents[6].tokens[3] = POISON
     if leaks:
-        real = precompute.capture_packed
+        real = capture.capture_packed
 
         def leaky(model: Any, tokens: list[list[int]], names: list[str]) -> dict[str, torch.Tensor]:
             states = real(model, tokens, names)
             return {name: state_TH + 0 * state_TH.sum(0, keepdim=True) for name, state_TH in states.items()}
 
-        monkeypatch.setattr(precompute, "capture_packed", leaky)
+        monkeypatch.setattr(capture, "capture_packed", leaky)
     cfg = config(tmp_path / "run", poisoned, documents)
     precompute.run(cfg)
     store = Store.open(cfg.store_dir, ["final"])
