@@ -432,6 +432,8 @@ class OptimConfig:
     """The schedule ends at lr times this."""
     decay: float = 0.2
     """wsd only: share of the steps in which the rate falls linearly at the end."""
+    fused: bool = False
+    """torch's fused AdamW: one pass over the weights, other roundings."""
 
     def __post_init__(self) -> None:
         _require(0 < self.lr <= 10, "train.optim.lr", self.lr, "must be in (0, 10]")
@@ -481,6 +483,8 @@ class TrainConfig:
     """Compute dtype; weights keep float32 masters."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    recompute: bool = False
+    """Backward computes the MLP's activations again instead of keeping them: less memory, one more forward of it."""
     feature_noise: float = 0.0
     """Uniform noise on the states the head reads, U(-a, a) * 512 / tokens of the document (EAGLE-1 has a = 0.1)."""
     ema: float = 0.0

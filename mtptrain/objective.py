@@ -44,7 +44,7 @@ class Objective:
 
         A row whose label the draft vocabulary lacks has no loss, and is no match.
         """
-        unroll = Unroll(self._drafter, documents=len(batch.documents))
+        unroll = Unroll(self._drafter, len(batch.documents), self._config.recompute)
         read = {name: batch.states[name] if noise is None else batch.states[name] + noise for name in self._head.captures}
         return self._of_steps(true_token_steps(unroll, batch.rows, batch.token_T, read, self._config.steps), batch.rows, batch)
 
@@ -92,7 +92,7 @@ class Objective:
             if not bool(rows.valid_RK.any()):
                 continue
             with _fresh_graph():
-                unroll = Unroll(self._drafter)
+                unroll = Unroll(self._drafter, recompute=self._config.recompute)
                 unroll.look_back((prefix[0], prefix[1]), *enter(part))
                 loss, steps = self._of_steps(unrolled_steps(unroll, rows, batch.token_T, self._config.steps), rows, batch)
             _add(gradient, torch.autograd.grad(loss, [*prefix, *parameters], allow_unused=True))

@@ -57,7 +57,8 @@ def build_adamw(config: OptimConfig, module: nn.Module) -> torch.optim.AdamW:
         for share in dict.fromkeys((1.0, fusion_lr, query_key_lr, value_output_lr))
         for matrix in (True, False)
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)
+    betas = (config.betas[0], config.betas[1])
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=config.fused or None)
 
 
 def set_lr(optimizer: torch.optim.AdamW, lr: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mtptrain.heads.alignment import Alignment
 from mtptrain.heads.drafter import Drafter
@@ -23,8 +24,9 @@ class Unroll:
     subset of them and returns their states after the next step. A state returned is what goes to the output projection.
     """
 
-    def __init__(self, drafter: Drafter, documents: int = 1) -> None:
-        self._drafter, self._head = drafter, drafter.head
+    def __init__(self, drafter: Drafter, documents: int = 1, recompute: bool = False) -> None:
+        """`recompute`: backward computes again what follows the attention, instead of keeping it."""
+        self._drafter, self._head, self._recompute = drafter, drafter.head, recompute
         self._prefix: list[tuple[Tensor, Tensor] | None] = [None] * documents
         self._x_SH = self._z_SZ = torch.empty(0)
 
@@ -87,7 +89,11 @@ class Unroll:
             mixed.append(attend(q_RND[rows], position_R[rows], visible, last_key, own, self._head.layer.config.sliding_window))
             start += count
         mixed_RND = torch.cat(mixed) if mixed else q_RND
-        state_RH, self._recycled_RH = self._head.leave(self._head.layer.finish(x_RH, mixed_RND))
+        if self._recompute and torch.is_grad_enabled():
+            out_RH = checkpoint(self._head.layer.finish, x_RH, mixed_RND, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out_RH = self._head.layer.finish(x_RH, mixed_RND)
+        state_RH, self._recycled_RH = self._head.leave(out_RH)
         return state_RH
 
 

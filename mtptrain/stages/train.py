@@ -162,7 +162,7 @@ def _results(progress: Progress, head: DraftHead) -> dict[str, Any]:
 def train_inputs(cfg: Config, context: Context, fingerprint: str) -> dict[str, Any]:
     """Everything that determines the trained weights."""
     train = as_plain(cfg.train)
-    for cadence in ("log_every", "checkpoint_every", "keep", "max_skipped", "bad_update", "spike", "ranks", "deepspeed"):
+    for cadence in ("log_every", "checkpoint_every", "keep", "max_skipped", "bad_update", "spike", "ranks", "deepspeed", "recompute"):
         del train[cadence]
     return {
         "store": fingerprint,

@@ -1,5 +1,6 @@
 """A long document in windows: the very loss and gradient of the whole one, by any number of ranks, in bounded memory."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,3 +111,14 @@ def test_attention_in_parts_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     assert float(loss) == pytest.approx(float(whole), rel=1e-6)
     for name, gradient in gradients(head, loss).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", HEADS.values(), ids=HEADS)
+def test_recomputed_activations_are_the_same_bits(kind: dict[str, Any]) -> None:
+    head, batch, objective, noise = case(kind, 33, 3)
+    whole = objective.of(batch, noise)[0]
+    expected = gradients(head, whole)
+    again = Objective(replace(objective._config, recompute=True), bound(head), LmHead(small_embed()), CPU)
+    loss = again.of(batch, noise)[0]
+    assert torch.equal(loss.detach(), whole.detach())
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(head, loss).items())

@@ -85,3 +85,20 @@ def test_attention_has_shares_of_its_own() -> None:
     assert {name for name, rate in found.items() if rate == 0.2} == {f"layer.self_attn.{x}_proj.weight" for x in "vo"}
     assert {name.split(".")[0] for name, rate in found.items() if rate == 0.1} == {"fc", "embed_norm", "hidden_norm", "norm"}
     assert found["lm_head.weight"] == found["layer.mlp.up_proj.weight"] == 0.5
+
+
+def test_the_fused_optimizer_takes_the_same_steps() -> None:
+    """Up to the rounding of another order of the same products."""
+    made = []
+    for fused in (False, True):
+        head = small_head(small_spec())
+        optimizer = build_adamw(OptimConfig(weight_decay=0.1, fused=fused), head)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(5):
+            for _, p in sorted(head.named_parameters()):
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+        made.append(head)
+    assert optimizer.defaults["fused"]
+    for one, other in zip(made[0].parameters(), made[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
