@@ -88,7 +88,7 @@ def _is_complete(cfg: Config, inputs: dict[str, Any]) -> bool:
     return True
 
 
-def _train(cfg: Config, ranks: Ranks) -> None:
+def _check_ranks(cfg: Config, ranks: Ranks) -> None:
     if ranks.world > cfg.train.accumulate:
         raise UserError(
             f"train.accumulate={cfg.train.accumulate}: {ranks.world} ranks need at least as many batches an update; "
@@ -96,6 +96,10 @@ def _train(cfg: Config, ranks: Ranks) -> None:
         )
     if cfg.train.deepspeed.stage and ranks.world == 1:
         raise UserError(f"train.deepspeed.stage={cfg.train.deepspeed.stage} needs two ranks or more; set train.ranks, or leave it at 0")
+
+
+def _train(cfg: Config, ranks: Ranks) -> None:
+    ranks.first(lambda: _check_ranks(cfg, ranks))
     fingerprint = store_fingerprint(cfg)
     context = open_context(cfg)
     inputs = train_inputs(cfg, context, fingerprint)
