@@ -520,7 +520,7 @@ class TrainConfig:
             0 <= self.ranks <= self.accumulate,
             "train.ranks",
             self.ranks,
-            f"must be >= 0 and at most train.accumulate={self.accumulate}, the batches of an update that ranks share",
+            f"must be >= 0 and at most train.accumulate={self.accumulate}, the batches of an update that ranks share (raise that too)",
         )
         _require(self.steps <= 16, "train.steps", self.steps, "must be at most 16")
         _require(self.max_updates is None or self.max_updates >= 1, "train.max_updates", self.max_updates, "must be at least 1")
@@ -644,6 +644,9 @@ class RayConfig:
 
     def __post_init__(self) -> None:
         _require(self.workers >= 1, "ray.workers", self.workers, "must be at least 1")
+        _require(
+            self.address is None or self.address == "auto" or ":" in self.address, "ray.address", self.address, "must be auto or HOST:PORT"
+        )
 
 
 @dataclass(slots=True, kw_only=True)

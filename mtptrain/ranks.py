@@ -174,7 +174,9 @@ def launch(count: int, module: str, argument: Path) -> None:
 
     from mtptrain.signals import Interrupted, handlers_kept
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what failed is raised below
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what failed is raised below
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVING_SECONDS)
     config = LaunchConfig(
         min_nodes=1,

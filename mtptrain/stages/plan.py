@@ -26,7 +26,7 @@ def run(cfg: Config) -> None:
     refuse_early(cfg, known_spec(cfg))
     if cfg.plan.hardware is not None:
         gpu, plan = gpu_of(cfg.plan.hardware), estimate(cfg, auto_bytes=2)
-        print("\n".join([*_amounts(cfg, plan), *_elsewhere(cfg, plan, gpu)]), flush=True)
+        print("\n".join([*_amounts(cfg, plan, ""), *_elsewhere(cfg, plan, gpu)]), flush=True)
         return
     set_threads(cfg.threads)
     device = pick_device(cfg.device)
@@ -130,7 +130,7 @@ def seconds(stage: Stage, rates: dict[int, float]) -> float:
 
 def describe(cfg: Config, plan: Plan, rates: dict[int, float], memory: int) -> list[str]:
     """The lines that are printed."""
-    lines = [*_amounts(cfg, plan), f"  {'stage':12} {'memory':>10} {'time':>10}"]
+    lines = [*_amounts(cfg, plan, f", {size(free_bytes(cfg.run_dir))} free"), f"  {'stage':12} {'memory':>10} {'time':>10}"]
     for name, stage in plan.stages.items():
         given = " (at the given tokens a second)" if stage.tokens_per_second is not None else ""
         too_large = "" if stage.memory <= memory else f"  more than the {size(memory)} that are free here"
@@ -145,7 +145,7 @@ def describe(cfg: Config, plan: Plan, rates: dict[int, float], memory: int) -> l
     return lines
 
 
-def _amounts(cfg: Config, plan: Plan) -> list[str]:
+def _amounts(cfg: Config, plan: Plan, free: str) -> list[str]:
     """What does not depend on the machine."""
     volume = plan.volume
     return [
@@ -154,7 +154,7 @@ def _amounts(cfg: Config, plan: Plan) -> list[str]:
         f"  head         {plan.head_parameters:,} parameters ({cfg.head.kind.name}), trained on {plan.trained_tokens:,} tokens",
         f"  store        {size(plan.store_bytes)} on disk ({plan.bytes_per_token:,} bytes a token)",
         f"  checkpoints  {size(plan.checkpoint_bytes)}, export {size(plan.export_bytes)}",
-        f"  disk         {size(plan.disk_bytes)} in all, {size(free_bytes(cfg.run_dir))} free",
+        f"  disk         {size(plan.disk_bytes)} in all{free}",
     ]
 
 
