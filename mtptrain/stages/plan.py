@@ -161,8 +161,9 @@ def _amounts(cfg: Config, plan: Plan, free: str) -> list[str]:
 def _elsewhere(cfg: Config, plan: Plan, gpu: Gpu) -> list[str]:
     """On GPUs that are not here."""
     run = predict(cfg, plan, gpu, cfg.plan.gpus)
+    idle = f", {run.gpus % run.tensor_parallel} idle but in training" if run.gpus % run.tensor_parallel else ""
     lines = [
-        f"  on {run.gpus} {cfg.plan.hardware}, {run.tensor_parallel} to a copy of the target",
+        f"  on {run.gpus} {cfg.plan.hardware}, {run.tensor_parallel} to a copy of the target{idle}",
         f"  {'stage':12} {'a GPU':>10} {'time':>10}",
     ]
     for name, taken in run.seconds.items():
