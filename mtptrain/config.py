@@ -471,6 +471,12 @@ class TrainConfig:
     epochs: int = 1
     max_updates: int | None = None
     """Stop after this many optimizer updates; the schedule ends there too."""
+    online: bool = False
+    """Compute the states of training documents while the head is trained on them, and keep only those of two groups of shards (see
+    `shuffle_shards`): a fixed room on disk instead of all of them, and the target is run once an epoch instead of once."""
+    shuffle_shards: int | None = None
+    """Documents are shuffled within groups of this many of the store's shards, the groups one after another; None: all of them, or
+    with `online` groups of 4."""
     batch_tokens: int = 2048
     """Token budget of one packed batch."""
     accumulate: int = 1
@@ -503,6 +509,11 @@ class TrainConfig:
     max_skipped: int = 10
     """With bad_update=skip: more than this many stop the training."""
 
+    @property
+    def shards_together(self) -> int | None:
+        """`shuffle_shards`, or what it is when it is not given."""
+        return 4 if self.online and self.shuffle_shards is None else self.shuffle_shards
+
     def __post_init__(self) -> None:
         for key in (
             "steps",
@@ -524,6 +535,7 @@ class TrainConfig:
         )
         _require(self.steps <= 16, "train.steps", self.steps, "must be at most 16")
         _require(self.max_updates is None or self.max_updates >= 1, "train.max_updates", self.max_updates, "must be at least 1")
+        _require(self.shuffle_shards is None or self.shuffle_shards >= 1, "train.shuffle_shards", self.shuffle_shards, "must be at least 1")
         _require(self.spike is None or self.spike > 1, "train.spike", self.spike, "must be above 1, or null")
         _require(self.max_skipped >= 0, "train.max_skipped", self.max_skipped, "must be >= 0")
         _require(0 <= self.ema < 1, "train.ema", self.ema, "must be in [0, 1)")

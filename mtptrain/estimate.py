@@ -153,6 +153,14 @@ def _records(path: Path, limit: int | None) -> tuple[int, int]:
     return limit, _HUB_PROMPT_TOKENS
 
 
+def stored_tokens(cfg: Config, tokens: int) -> int:
+    """Whose states are on disk at once: all, or with `train.online` two groups of shards and what is held out."""
+    if not cfg.train.online:
+        return tokens
+    held_out = int(tokens * cfg.data.held_out_fraction)
+    return min(tokens, held_out + 2 * (cfg.train.shards_together or 1) * cfg.store.shard_tokens)
+
+
 def element_bytes(dtype: Dtype, auto_bytes: int) -> int:
     return {Dtype.auto: auto_bytes, Dtype.bfloat16: 2, Dtype.float32: 4}[dtype]
 
@@ -175,7 +183,7 @@ def estimate(cfg: Config, auto_bytes: int = 4, spec: TargetSpec | None = None) -
         target_parameters=sizes.target_parameters(spec),
         head_parameters=head,
         bytes_per_token=per_token,
-        store_bytes=amount.tokens * per_token,
+        store_bytes=stored_tokens(cfg, amount.tokens) * per_token,
         checkpoint_bytes=(cfg.train.keep + 2) * head * 4 * (4 if cfg.train.ema else 3),
         export_bytes=head * 2 * len(cfg.export.engines),
         trained_tokens=trained,
@@ -188,7 +196,7 @@ def estimate(cfg: Config, auto_bytes: int = 4, spec: TargetSpec | None = None) -
     return plan
 
 
-def _forward_flops(plan: Plan) -> float:
+def forward_flops(plan: Plan) -> float:
     """Of one token through the target, lm_head included; the embedding is a look-up."""
     spec = plan.spec
     return 2.0 * (sizes.layers_parameters(spec, active=True) + spec.vocab_size * spec.hidden_size)
@@ -203,7 +211,7 @@ def _prepare(cfg: Config, plan: Plan, width: int) -> Stage:
     logits = batch * spec.vocab_size * 4 * 2
     return Stage(
         memory=_PROCESS_BYTES + plan.target_parameters * width + cache + logits,
-        flops=_forward_flops(plan) * max(plan.volume.tokens, plan.volume.generated),
+        flops=forward_flops(plan) * max(plan.volume.tokens, plan.volume.generated),
         rows=batch,
         tokens=plan.volume.generated,
         tokens_per_second=cfg.plan.generate_tokens_per_second,
@@ -255,7 +263,7 @@ def _validate(cfg: Config, plan: Plan, width: int) -> Stage:
     weights = (plan.target_parameters + plan.head_parameters) * width
     return Stage(
         memory=_PROCESS_BYTES + weights + cfg.data.max_length * sizes.kv_bytes_per_token(spec, width),
-        flops=tokens * (_forward_flops(plan) + 2.0 * k * _drafted_parameters(cfg, plan)),
+        flops=tokens * (forward_flops(plan) + 2.0 * k * _drafted_parameters(cfg, plan)),
         rows=k + 1,
         tokens=tokens,
     )

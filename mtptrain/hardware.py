@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mtptrain import sizes
 from mtptrain.config import Config
 from mtptrain.errors import UserError
-from mtptrain.estimate import Plan
+from mtptrain.estimate import Plan, forward_flops
 
 _READ, _LINK = 0.6, 0.6
 _FULL = 0.9
@@ -133,8 +133,7 @@ def _generation(cfg: Config, plan: Plan, gpu: Gpu, rate: float, parallel: int, s
     """
     if not plan.volume.generated:
         return 0.0
-    spec = plan.spec
-    a_token = 2.0 * (sizes.layers_parameters(spec, active=True) + spec.vocab_size * spec.hidden_size)
+    a_token = forward_flops(plan)
     read = plan.target_parameters * 2 + sequences * _context(plan) * cached_bytes_per_token(plan)
     step = max(read / (_READ * gpu.bandwidth), sequences * a_token / rate) / parallel
     prompts = max(0, plan.volume.tokens - plan.volume.generated)

@@ -67,7 +67,7 @@ def is_complete(folder: Path, inputs: dict[str, Any], on_stale: OnStale) -> bool
     if on_stale is OnStale.redo:
         if found.name == MANIFEST and _was_derived(found):
             raise UserError(f"{folder} was merged or filtered from other runs and can't be redone; delete {folder.parent} if you mean to")
-        _hold(folder)
+        hold(folder)
         shutil.rmtree(folder)
         _held.pop(folder).release()
         return False
@@ -117,7 +117,7 @@ def begin(folder: Path, inputs: dict[str, Any]) -> None:
 
     Until `finish` no other process may begin it: UserError there.
     """
-    _hold(folder)
+    hold(folder)
     write_json(folder / STARTED, with_hash({"inputs": inputs, "mtptrain": __version__}))
 
 
@@ -128,13 +128,14 @@ def finish(folder: Path, inputs: dict[str, Any], results: dict[str, Any]) -> Non
         lock.release()
 
 
-def _hold(folder: Path) -> None:
+def hold(folder: Path, patience: float = 0.0) -> None:
+    """Keep other processes from working in `folder` until this one ends. UserError where one does, after `patience` seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder in _held:
         return
     lock = FileLock(folder / _LOCK)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=patience)
     except Timeout as e:
         raise UserError(f"another process is at work in {folder}; wait for it, or use another name= or head.label=") from e
     _held[folder] = lock

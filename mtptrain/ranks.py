@@ -124,6 +124,12 @@ def join(on_cpu: bool, threads: int = 0) -> Ranks:
     return Ranks(state.process_index, world, local_world)
 
 
+def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that a rank starts and that is none itself."""
+    told = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {k: v for k, v in environment.items() if k not in told and not k.startswith(("SLURM_STEP_", "TORCHELASTIC_"))}
+
+
 def leave() -> None:
     """Part from the others, once there is nothing more to say. Without it a process that met some may abort at its end."""
     from accelerate import PartialState
@@ -220,7 +226,7 @@ def run_as_rank(work: Callable[[], None]) -> int:
     """`work()` in a process that `launch` started; returns its exit status. What it raises is noted for `launch`, which tells it."""
     from mtptrain.signals import exit_status, handled
 
-    _end_with(os.getppid())
+    end_with_parent()
     try:
         with handled():
             work()
@@ -243,8 +249,9 @@ def _note(message: str) -> None:
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(noted), encoding="utf-8")
 
 
-def _end_with(parent: int) -> None:
+def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, as after a kill -9 (Linux)."""
+    parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:

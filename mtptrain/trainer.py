@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from mtptrain.signals import Interrupted, deferred, noted
 from mtptrain.stepper import Stepper
 from mtptrain.store.reader import Store
 
-LOG = "log.jsonl"
+LOG, CHECKPOINTS = "log.jsonl", "checkpoints"
 _SPIKE_AFTER = 20
 """Updates that must be known before a loss can be a spike."""
 _NOISE_TOKENS = 512
@@ -65,6 +65,27 @@ class Progress:
     """Of the updates that were not."""
 
 
+class Feed(Protocol):
+    """Who computes the states of training documents while a head is trained on them."""
+
+    def wait(self, update: int, meanwhile: Callable[[], None]) -> set[int]:
+        """Until the states that an update uses are in the store; documents that have none. `meanwhile` is called once in a while."""
+
+    def passed(self, update: int) -> None:
+        """An update is done with."""
+
+
+def epochs_of(config: TrainConfig, seed: int, store: Store, documents: Sequence[int]) -> list[list[list[int]]]:
+    """The batches of every epoch."""
+    lengths, shards = [store.entries[i].length for i in documents], [store.entries[i].shard for i in documents]
+    return [
+        epoch_batches(
+            documents, lengths, budget=config.batch_tokens, seed=seed, epoch=epoch, shards=shards, together=config.shards_together
+        )
+        for epoch in range(config.epochs)
+    ]
+
+
 class Trainer:
     """Owns the head, its optimizer and the position in the data.
 
@@ -86,14 +107,13 @@ class Trainer:
         evaluate: Callable[[DraftHead], dict[str, Any]],
         on_log: Callable[[dict[str, Any]], None],
         ranks: Ranks = ALONE,
+        feed: Feed | None = None,
     ) -> None:
+        self._feed = feed
         self.config, self.head, self.store, self.folder = config, drafter.head, store, folder
         self._seed, self._drafter = seed, drafter
         self._dtype, self._device, self._evaluate, self._on_log, self._ranks = dtype, device, evaluate, on_log, ranks
-        lengths = [store.entries[i].length for i in documents]
-        batches = [
-            b for e in range(config.epochs) for b in epoch_batches(documents, lengths, budget=config.batch_tokens, seed=seed, epoch=e)
-        ]
+        batches = [batch for epoch in epochs_of(config, seed, store, documents) for batch in epoch]
         groups = [batches[i : i + config.accumulate] for i in range(0, len(batches), config.accumulate)]
         self.updates = groups[: config.max_updates]
         self.objective = Objective(config, drafter, loss_head, device)
@@ -103,6 +123,23 @@ class Trainer:
         self.progress = Progress()
 
     # -- one update ---------------------------------------------------------------------------------------------------
+
+    def _next(self) -> dict[str, Any]:
+        """The next update, once its states are there; documents that turn out to have none are left out."""
+        number = self.progress.update
+        batches = self.updates[number]
+        if self._feed is None:
+            return self.update(batches)
+        lost = self._feed.wait(number, self._end_if_asked)
+        left = [[i for i in batch if i not in lost] for batch in batches]
+        batches = [batch for batch in left if batch]
+        row = (
+            self.update(batches)
+            if batches
+            else self._bad("no document has finite states", [i for batch in self.updates[number] for i in batch])
+        )
+        self._feed.passed(number)
+        return row
 
     def _noise(self, documents: list[int], number: int) -> Tensor | None:
         """U(-a, a) * 512 / T of each document, [T, H]; a function of seed, update and the batch's number in it."""
@@ -234,7 +271,7 @@ class Trainer:
             self._evaluate_if_due()
             while self.progress.update < total:
                 began = time.monotonic()
-                row = self.update(self.updates[self.progress.update])
+                row = self._next()
                 self.progress.seconds += time.monotonic() - began
                 bar.update()
                 done = self.progress.update
@@ -290,14 +327,14 @@ class Trainer:
             return
         if self.ema:
             groups["ema"] = self.ema
-        folder = self.folder / "checkpoints"
+        folder = self.folder / CHECKPOINTS
         save_checkpoint(folder / f"{self.progress.update:08d}", groups, {"progress": asdict(self.progress)})
         prune(folder, self.config.keep)
 
     def _resume(self) -> None:
         """Continue from the newest checkpoint; log rows written after it are cut off, they will be written again."""
         groups: dict[str, dict[str, Tensor]] = {}
-        newest = self._ranks.first(lambda: next(reversed(checkpoints(self.folder / "checkpoints")), None))
+        newest = self._ranks.first(lambda: next(reversed(checkpoints(self.folder / CHECKPOINTS)), None))
         if newest is not None:
             groups, state = load_checkpoint(newest)
             self.head.load_state_dict(groups["head"])
@@ -313,7 +350,7 @@ class Trainer:
 
     def _cut(self) -> None:
         """What lies before and after the point that training goes on from."""
-        prune(self.folder / "checkpoints", self.config.keep)  # killed between the newest one's rename and this
+        prune(self.folder / CHECKPOINTS, self.config.keep)  # killed between the newest one's rename and this
         rows = list(read_jsonl_durable(self.folder / LOG))
         kept = [r for r in rows if r["update"] <= self.progress.update]
         if len(kept) < len(rows):

@@ -25,7 +25,8 @@ from mtptrain.report.measurement import measure
 from mtptrain.sizes import stored_bytes_per_token
 from mtptrain.stages.capture import codecs
 from mtptrain.stages.context import open_context, wanted_captures
-from mtptrain.stages.train import initial_head, make_trainer, training_documents
+from mtptrain.stages.first_weights import initial_head
+from mtptrain.stages.train import make_trainer, training_documents
 from mtptrain.stages.walk import walk_documents
 from mtptrain.store.reader import Store
 

@@ -25,8 +25,9 @@ from mtptrain.config import Config
 from mtptrain.data.documents import HELD_OUT, TRAIN, Document
 from mtptrain.hardware import GPUS
 from mtptrain.stages.context import open_context, open_store, wanted_captures
+from mtptrain.stages.first_weights import initial_head
 from mtptrain.stages.plan import measure_flops_per_second
-from mtptrain.stages.train import initial_head, loss_projection, make_trainer, training_documents
+from mtptrain.stages.train import loss_projection, make_trainer, training_documents
 from mtptrain.store.codecs import BF16
 from mtptrain.target.model import capture_packed, load_model
 from mtptrain.target.spec import TargetSpec

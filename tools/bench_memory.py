@@ -26,7 +26,8 @@ from mtptrain.cli import compose
 from mtptrain.data.documents import HELD_OUT, TRAIN, Document
 from mtptrain.heads.layers import LayerConfig
 from mtptrain.stages.context import open_context, open_store
-from mtptrain.stages.train import initial_head, make_trainer, training_documents
+from mtptrain.stages.first_weights import initial_head
+from mtptrain.stages.train import make_trainer, training_documents
 from mtptrain.store.codecs import BF16
 from mtptrain.target.tiny import make_tiny_target
 

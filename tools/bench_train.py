@@ -23,8 +23,9 @@ from mtptrain.config import Config
 from mtptrain.heads.alignment import Alignment, align, pack_alignments
 from mtptrain.heads.head import DraftHead
 from mtptrain.stages.context import open_context, open_store
+from mtptrain.stages.first_weights import initial_head
 from mtptrain.stages.plan import measure_flops_per_second
-from mtptrain.stages.train import initial_head, loss_projection, make_trainer, training_documents
+from mtptrain.stages.train import loss_projection, make_trainer, training_documents
 from mtptrain.store.reader import Store
 from mtptrain.target.resolve import resolve_target
 from mtptrain.target.spec import read_spec

@@ -175,8 +175,30 @@ def run_to_end(
                 bar.update()
 
 
-class VllmGenerator:
-    """Answers requests in one engine process that lives from the first of them to `close`; as data/responses.py's generator does."""
+class _Batches:
+    """An engine process that is given batches of requests, from now to `close`."""
+
+    def __init__(self, cfg: Config, engine: Engine, folder: Path, job: dict[str, Any]) -> None:
+        self._folder, self._batches = folder, 0
+        self._process = EngineProcess(cfg, engine, folder, {job["kind"]: job}, [])
+        self._process.__enter__()
+
+    def _ask(self, requests: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The rows that a batch brings about."""
+        write_requests(self._folder / f"requests.{self._batches}.jsonl", requests)
+        self._batches += 1
+        return self._process.rows("batch")
+
+    def close(self, failed: bool = False) -> None:
+        """End the engine; at once where something failed."""
+        if not failed:
+            (self._folder / "requests.end").touch()
+            list(self._process.rows("all done"))
+        self._process.__exit__(RuntimeError if failed else None, None, None)
+
+
+class VllmGenerator(_Batches):
+    """Answers requests, as data/responses.py's generator does."""
 
     def __init__(
         self,
@@ -187,15 +209,14 @@ class VllmGenerator:
         stop_ids: Sequence[int],
         dialogues: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self._cfg, self._folder, self._batches = cfg, folder, 0
+        self._seed = cfg.seed
         self.rendered: list[list[int] | str] = []
         """Of each of the dialogues ({"messages", "tools"}), once something was answered: the prompt's tokens, or why it was refused."""
         if pick_device(cfg.device).type == "cpu":  # vLLM sets a request's random stream back after a part of its prompt; a CPU's it cannot
             whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(_PREFILL_TOKENS, arguments["max_model_len"])}
             arguments = whole | arguments
         job = {"kind": "answer", "llm": arguments, "stop_ids": sorted(stop_ids), "dialogues": list(dialogues)}
-        self._process = EngineProcess(cfg, engine, folder, {"answer": job}, [])
-        self._process.__enter__()
+        super().__init__(cfg, engine, folder, job)
 
     def run(self, requests: Sequence[Request], max_new_tokens: int, temperature: float, top_p: float) -> Iterator[list[Completed]]:
         """Sequences as they end, in any order, each once. Sampled ones draw from a stream that belongs to (seed, request id)."""
@@ -206,42 +227,32 @@ class VllmGenerator:
                 "max_tokens": max_new_tokens,
                 "temperature": temperature,
                 "top_p": top_p,
-                "seed": random.Random(f"{self._cfg.seed}/{r.id}").getrandbits(62) if temperature else None,
+                "seed": random.Random(f"{self._seed}/{r.id}").getrandbits(62) if temperature else None,
             }
             for r in requests
         ]
-        write_requests(self._folder / f"requests.{self._batches}.jsonl", rows)
-        self._batches += 1
-        for row in self._process.rows("batch"):
+        for row in self._ask(rows):
             if row["event"] == "rendered":
                 self.rendered.append(_rendered(row))
             elif row["event"] == "response":
                 yield [Completed(row["id"], row["tokens"], hit_limit=not row["stopped"])]
 
-    def close(self, failed: bool = False) -> None:
-        """End the engine; at once where something failed."""
-        if not failed:
-            (self._folder / "requests.end").touch()
-            list(self._process.rows("all done"))
-        self._process.__exit__(RuntimeError if failed else None, None, None)
 
+class VllmCapturer(_Batches):
+    """The states of an engine's own prefill. Made, it is loaded."""
 
-def capture_states(
-    cfg: Config, engine: Engine, folder: Path, arguments: dict[str, Any], shards: Iterable[tuple[int, list[list[int]]]], captures: list[str]
-) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
-    """For each shard (number, its documents' token ids) the bf16 states [N, H] of each capture, documents one after the other.
+    def __init__(self, cfg: Config, engine: Engine, folder: Path, arguments: dict[str, Any], captures: Sequence[str]) -> None:
+        super().__init__(cfg, engine, folder, {"kind": "capture", "llm": arguments, "captures": list(captures)})
+        try:
+            list(self._process.rows("loaded"))
+        except BaseException:
+            self.close(failed=True)
+            raise
 
-    First a None, once the engine is loaded.
-    """
-    job = {"kind": "capture", "llm": arguments, "captures": captures}
-    requests = (
-        {"id": f"{shard}.{i}", "prompt": tokens, "shard": shard} for shard, documents in shards for i, tokens in enumerate(documents)
-    )
-    for row in run_engine(cfg, engine, folder, {"capture": job}, requests):
-        if row["event"] == "loaded":
-            yield None, {}
-        elif row["event"] == "shard":
-            path = Path(row["file"])
-            states = load_file(path)
-            path.unlink()
-            yield row["shard"], states
+    def states(self, documents: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Of each capture bf16 [N, H]: of the documents' tokens, one after the other."""
+        (row,) = [row for row in self._ask({"id": str(i), "prompt": list(d)} for i, d in enumerate(documents)) if row["event"] == "states"]
+        path = Path(row["file"])
+        states = load_file(path)
+        path.unlink()
+        return states

@@ -10,7 +10,7 @@ Kinds of job (jobs.json; `llm` holds vLLM's own arguments):
                requests again for each of `batch_sizes`, only timed: {"event": "speed", "batch_size", "tokens", "seconds"}
     answer     requests.0.jsonl, requests.1.jsonl, ... answered as they are written, each closed by {"event": "batch"}, until there is
                a file requests.end; rows, and `dialogues`, are those of `generate`
-    capture    hidden states of whole documents, a group of them (a shard) a file: {"event": "shard", "shard", "file"}
+    capture    hidden states of whole documents, a batch of them a file: {"event": "states", "file"}
 """
 
 import copy
@@ -198,20 +198,26 @@ def _answer_all(engine: Any, requests: list[dict[str, Any]], job: dict[str, Any]
     return tokens
 
 
-def _answer(folder: Path, job: dict[str, Any], emit: Emit) -> None:
-    llm = _load(job, emit)
-    _render(llm, job, emit)
-    engine, number = llm.llm_engine, 0
+def _batches(folder: Path, emit: Emit) -> Iterator[list[dict[str, Any]]]:
+    """Requests, as they are handed over, until the end is."""
+    number = 0
     while True:
         batch = folder / f"requests.{number}.jsonl"
         if batch.exists():
-            _answer_all(engine, _requests(batch), job, emit)
+            yield _requests(batch)
             emit("batch", number=number)
             number += 1
         elif (folder / "requests.end").exists():
             return
         else:
             time.sleep(_POLL_SECONDS)
+
+
+def _answer(folder: Path, job: dict[str, Any], emit: Emit) -> None:
+    llm = _load(job, emit)
+    _render(llm, job, emit)
+    for requests in _batches(folder, emit):
+        _answer_all(llm.llm_engine, requests, job, emit)
 
 
 def _time(engine: Any, requests: list[dict[str, Any]], size: int, job: dict[str, Any], emit: Emit) -> None:
@@ -232,22 +238,17 @@ def _time(engine: Any, requests: list[dict[str, Any]], size: int, job: dict[str,
 
 
 def _capture(folder: Path, job: dict[str, Any], emit: Emit) -> None:
-    """Requests hold `id`, `prompt` and `shard`; ids within a shard come back in the order given."""
+    """A batch's states in one file, its prompts' one after the other."""
     job["llm"]["worker_extension_cls"] = "mtptrain.engines.vllm_capture.CaptureExtension"
     llm = _load(job, emit)
     llm.collective_rpc("mtptrain_begin", args=(job["captures"],))
-    engine = llm.llm_engine
-    shards: dict[int, list[dict[str, Any]]] = {}
-    for request in _requests(folder / "requests.jsonl"):
-        shards.setdefault(request["shard"], []).append(request | {"max_tokens": 1})
-    for shard, requests in shards.items():
-        began = time.monotonic()
-        _submit(engine, requests, job)
-        for _ in _finished(engine):
+    for number, requests in enumerate(_batches(folder, emit)):
+        _submit(llm.llm_engine, [request | {"max_tokens": 1} for request in requests], job)
+        for _ in _finished(llm.llm_engine):
             emit("progress")
-        path = folder / f"{shard:05d}.safetensors"
+        path = folder / f"{number:05d}.safetensors"
         llm.collective_rpc("mtptrain_write", args=([r["id"] for r in requests], str(path)))
-        emit("shard", shard=shard, file=str(path), seconds=time.monotonic() - began, versions=_versions())
+        emit("states", file=str(path))
 
 
 def _minus(now: Any, before: Any) -> Any:

@@ -4,31 +4,32 @@ What is packed into one forward is a pure function of the shard. N tokens of a s
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from mtptrain.config import Config, StoreConfig
+from mtptrain.config import Config, PrecomputeBackend, StoreConfig
 from mtptrain.data.documents import Document
 from mtptrain.data.packing import pack
 from mtptrain.engines.process import require_engine
-from mtptrain.engines.vllm import capture_states, llm_arguments
+from mtptrain.engines.vllm import VllmCapturer, llm_arguments
 from mtptrain.errors import UserError
 from mtptrain.stages.parity import check_engine, check_packed
 from mtptrain.store.codecs import CODECS, StateCodec
 from mtptrain.store.format import Rejected
-from mtptrain.target.model import capture_packed, load_model, pick_device
+from mtptrain.target.model import capture_packed, load_model, pick_device, pick_dtype
+from mtptrain.target.resolve import resolve_target
 from mtptrain.target.spec import read_spec
 
 _LARGEST = 2.0**126
 """A factor of four below what bf16 holds, so that no codec's rounding overflows."""
+Tick = Callable[[int], object]
 _GIVE_UP_AFTER = 64
 """Documents all rejected so far that make it pointless to go on."""
 
@@ -51,10 +52,8 @@ def codecs(store: StoreConfig) -> tuple[StateCodec, StateCodec]:
     return CODECS[store.codec.name], CODECS[(store.aux_codec or store.codec).name]
 
 
-def shard_states(
-    model: PreTrainedModel, work: Work, batch_tokens: int, bar: "tqdm[Any] | None" = None
-) -> tuple[dict[str, Tensor], list[Rejected]]:
-    """bf16 states [N, H] of each missing capture, on the CPU, and the documents whose state is not finite (their rows are zeros)."""
+def shard_states(model: PreTrainedModel, work: Work, batch_tokens: int, tick: Tick) -> tuple[dict[str, Tensor], list[Rejected]]:
+    """As `StatesOf`; `tick` is told the tokens of each forward."""
     lengths = [len(d.tokens) for d in work.documents]
     starts = [0, *accumulate(lengths)]
     states: dict[str, Tensor] = {}
@@ -73,8 +72,7 @@ def shard_states(
                     states[capture] = torch.zeros(work.tokens, state_TH.shape[1], dtype=torch.bfloat16)
                 if not bad:
                     states[capture][rows] = state_TH
-        if bar is not None:
-            bar.update(sum(lengths[i] for i in batch))
+        tick(sum(lengths[i] for i in batch))
     return states, [r for i in sorted(rejected) for r in rejected[i]]
 
 
@@ -92,62 +90,76 @@ def _not_finite(state: dict[str, Tensor]) -> dict[str, str]:
     return {capture: "NaN" if torch.isnan(state_TH).any() else "Inf" for capture, state_TH in bad.items()}
 
 
-Computed = Iterator[tuple[Work | None, dict[str, Tensor], list[Rejected]]]
-"""Shards with their states; first a None once the target is loaded."""
-_LOADED: tuple[None, dict[str, Tensor], list[Rejected]] = (None, {}, [])
+StatesOf = Callable[[Work, Tick], tuple[dict[str, Tensor], list[Rejected]]]
+"""bf16 states [N, H] of each capture of a shard, on the CPU, and the documents whose state is not finite (their rows are zeros)."""
 
 
-def load_checked(cfg: Config, target: Path, dtype: torch.dtype, work: list[Work]) -> PreTrainedModel:
-    """The target, whose packed forward was compared with the plain one on some of the documents."""
+Make = Callable[[Sequence[Work]], Iterator[tuple[Work, list[Rejected]]]]
+"""Computes and writes shards; each comes with its rejected documents once it is written."""
+
+
+def open_target(cfg: Config, sample: Sequence[Work], longest: int, folder: Path) -> AbstractContextManager[StatesOf]:
+    """The target, as `precompute.backend` says, from here to the end of `with`. Its states of some of the sample's documents are compared
+    with a plain forward's. `longest`: tokens of the longest document that will come. An engine works in `folder`.
+    """
+    target = resolve_target(cfg.target)
+    dtype = pick_dtype(cfg.target.dtype, pick_device(cfg.device))
+    if cfg.precompute.backend is PrecomputeBackend.vllm:
+        return _engine(cfg, target, dtype, sample, longest, folder)
+    return _transformers(cfg, target, dtype, sample)
+
+
+@contextmanager
+def _transformers(cfg: Config, target: Path, dtype: torch.dtype, sample: Sequence[Work]) -> Iterator[StatesOf]:
     model = load_model(target, dtype, pick_device(cfg.device), cfg.target.trust_remote_code)
     batch, count = cfg.precompute.batch_tokens, cfg.precompute.parity_documents
-    if batch > 1 and count and (captures := sorted({c for w in work for c in w.captures})):
-        check_packed(model, target, [d for w in work for d in w.documents], captures, batch, count)
-    return model
-
-
-def by_transformers(cfg: Config, target: Path, dtype: torch.dtype, work: list[Work], bar: "tqdm[Any]") -> Computed:
-    model = load_checked(cfg, target, dtype, work)
-    yield _LOADED
-    for item in work:
-        yield item, *shard_states(model, item, cfg.precompute.batch_tokens, bar)
+    if batch > 1 and count and (captures := _captures(sample)):
+        check_packed(model, target, [d for w in sample for d in w.documents], captures, batch, count)
+    held = [model]  # who was given the function below may keep it
     del model
+    yield lambda work, tick: shard_states(held[0], work, batch, tick)
+    held.clear()
     gc.collect()  # transformers' modules refer to each other in cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def by_engine(cfg: Config, target: Path, dtype: torch.dtype, work: list[Work], folder: Path) -> Computed:
-    """States from the engine's own prefill, at work in `folder`; the first shard is compared with transformers' forward."""
+@contextmanager
+def _engine(cfg: Config, target: Path, dtype: torch.dtype, sample: Sequence[Work], longest: int, folder: Path) -> Iterator[StatesOf]:
     engine = require_engine(cfg, "precompute.backend=vllm")
-    captures = sorted({c for w in work for c in w.captures})
-    asked = {w.shard: w for w in work if w.captures}
-    longest = max((len(d.tokens) for w in work for d in w.documents), default=1)
     arguments = llm_arguments(cfg, target, read_spec(target), longest, eager=True)
     arguments["max_num_batched_tokens"] = max(cfg.precompute.batch_tokens, arguments["max_num_seqs"])
-    shards = ((w.shard, [d.tokens for d in w.documents]) for w in asked.values())
-    first = True
-    for shard, found in capture_states(cfg, engine, folder, arguments, shards, captures) if asked else ():
-        if shard is None:
-            yield _LOADED
-            continue
-        item = asked[shard]
-        documents = _split({c: found[c] for c in item.captures}, [len(d.tokens) for d in item.documents])
-        if first and cfg.precompute.parity_documents:
-            _compare(cfg, target, dtype, item, documents)
-        first = False
+    capturer = VllmCapturer(cfg, engine, folder, arguments, _captures(sample))
+    compared = not cfg.precompute.parity_documents
+
+    def states_of(work: Work, tick: Tick) -> tuple[dict[str, Tensor], list[Rejected]]:
+        nonlocal compared
+        found = capturer.states([d.tokens for d in work.documents])
+        documents = _split({c: found[c] for c in work.captures}, [len(d.tokens) for d in work.documents])
+        if not compared:
+            compared = True
+            _compare(cfg, target, dtype, work, documents)
         rejected = []
         start = 0
-        for document, states in zip(item.documents, documents, strict=True):
+        for document, states in zip(work.documents, documents, strict=True):
             if bad := _not_finite(states):
                 rejected += [Rejected(id=document.id, start=start, capture=c, reason=r) for c, r in bad.items()]
                 for state_TH in states.values():
                     state_TH.zero_()
             start += len(document.tokens)
-        yield item, {c: found[c] for c in item.captures}, rejected
-    for item in work:
-        if not item.captures:
-            yield item, {}, []
+        tick(work.tokens)
+        return {c: found[c] for c in work.captures}, rejected
+
+    failed = True
+    try:
+        yield states_of
+        failed = False
+    finally:
+        capturer.close(failed)
+
+
+def _captures(work: Sequence[Work]) -> list[str]:
+    return sorted({c for w in work for c in w.captures})
 
 
 def _split(states: dict[str, Tensor], lengths: list[int]) -> list[dict[str, Tensor]]:

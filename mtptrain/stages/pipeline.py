@@ -1,7 +1,7 @@
 """All stages in order. Where a launcher started the job on several ranks, the first does all but training, and the others wait."""
 
 from mtptrain.config import Config
-from mtptrain.ranks import ALONE, announced, join, leave
+from mtptrain.ranks import ALONE, announced, leave
 from mtptrain.stages import plan
 
 
@@ -9,9 +9,9 @@ def run(cfg: Config) -> None:
     """Every stage that is not complete yet, through export. Raises UserError."""
     ranks = ALONE
     if several := announced():
-        from mtptrain.target.model import pick_device
+        from mtptrain.stages.train import meet
 
-        ranks = join(pick_device(cfg.device).type == "cpu", cfg.threads)
+        ranks = meet(cfg)
     ranks.first(lambda: _before_training(cfg))
     from mtptrain.stages import export, train, validate
 

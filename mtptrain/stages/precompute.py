@@ -9,7 +9,10 @@ N tokens of a shard, T of a document, H hidden size, V vocabulary.
 import json
 import shutil
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,10 @@ from mtptrain.engines.process import Engine, engine_inputs, require_engine
 from mtptrain.errors import UserError
 from mtptrain.files import hash_file, hash_json, write_text
 from mtptrain.sizes import stored_bytes_per_token
-from mtptrain.stages.capture import Computed, Lost, Work, all_rejected, by_engine, by_transformers, codecs
+from mtptrain.stages.capture import Lost, Make, StatesOf, Tick, Work, all_rejected, codecs, open_target
 from mtptrain.stages.context import wanted_captures
 from mtptrain.store.codec_bytes import GROUP
-from mtptrain.store.format import TOKENS, VERSION, read_sidecar, shards_of
+from mtptrain.store.format import ONLINE, TOKENS, VERSION, Rejected, parts_kept, read_sidecar, shards_of
 from mtptrain.store.writer import StoreWriter
 from mtptrain.target.ends import weights_hash
 from mtptrain.target.model import pick_device, pick_dtype, set_threads
@@ -61,13 +64,13 @@ def run(cfg: Config) -> None:
         inputs = manifest.require(cfg.store_dir, "", "")["inputs"]
     writer = StoreWriter(cfg.store_dir, hash_json(inputs), *codecs(cfg.store))
     shards = shards_of(inputs, documents, cfg.store.shard_tokens)
-    work = plan_work(writer, documents, shards, wanted)
+    work = plan_work(writer, documents, shards, wanted, inputs)
     if complete and not work and captures == wanted:
         print(f"precompute: {cfg.store_dir} is complete", flush=True)
         return
     _check_disk(cfg, work, spec)
     manifest.begin(cfg.store_dir, inputs)
-    seconds = _compute(cfg, target, dtype, writer, work) if work else 0.0
+    seconds = _compute(cfg, writer, work) if work else 0.0
     results = _summarise(cfg.store_dir, writer, len(shards), wanted, spec.hidden_size)
     write_text(cfg.store_dir / "config.yaml", config_yaml(cfg))
     manifest.finish(cfg.store_dir, inputs, results)
@@ -89,51 +92,75 @@ def store_inputs(cfg: Config, target: Path, dtype: torch.dtype, engine: Engine |
         "precompute.backend": cfg.precompute.backend.name,
         "engine": engine and engine_inputs(cfg, engine),
         "store_format": VERSION,
+        **({ONLINE: True} if cfg.train.online else {}),
     }
 
 
-def plan_work(writer: StoreWriter, documents: list[Document], shards: list[range], captures: list[str]) -> list[Work]:
-    """The shards that lack a part, or whose part is damaged (which is said)."""
+def plan_work(
+    writer: StoreWriter, documents: list[Document], shards: list[range], captures: list[str], inputs: dict[str, Any]
+) -> list[Work]:
+    """The shards that lack a part, or whose part is damaged (which is said). `inputs`: of the store."""
     work = []
     for shard, members in enumerate(shards):
-        missing, damage = writer.missing(shard, captures)
+        kept = parts_kept(inputs, documents[members[0]].split, captures)[1:]
+        missing, damage = writer.missing(shard, kept)
         if damage:
             print(f"precompute: making anew: {damage}", flush=True)
         if missing:
-            work.append(Work(shard=shard, documents=[documents[i] for i in members], captures=[c for c in captures if c in missing]))
+            work.append(Work(shard=shard, documents=[documents[i] for i in members], captures=[c for c in kept if c in missing]))
     return work
 
 
-def _compute(cfg: Config, target: Path, dtype: torch.dtype, writer: StoreWriter, work: list[Work]) -> float:
-    """Forward and write; a shard is written while the next is computed. Returns the seconds this took, without loading the model."""
-    if cfg.precompute.executor is Executor.ray:
-        from mtptrain.stages import precompute_ray
-
-        return precompute_ray.compute(cfg, writer, work)
-    total = sum(w.tokens for w in work if w.captures)
-    began, lost = time.monotonic(), Lost()
-    pending: Future[None] | None = None
-    with ThreadPoolExecutor(max_workers=1) as pool, tqdm(total=total, desc="precompute", unit="tok", unit_scale=True, mininterval=1) as bar:
-        for item, states, rejected in _computed(cfg, target, dtype, work, bar):
-            if item is None:
-                began = time.monotonic()
-                continue
-            if pending is not None:
-                pending.result()
-            pending = pool.submit(writer.write, item.shard, item.documents, states, rejected)
+def _compute(cfg: Config, writer: StoreWriter, work: list[Work]) -> float:
+    """Make all of `work`; returns the seconds this took, without loading the target here."""
+    total, lost = sum(w.tokens for w in work if w.captures), Lost()
+    longest = max(len(d.tokens) for w in work for d in w.documents)
+    bar = tqdm(total=total, desc="precompute", unit="tok", unit_scale=True, mininterval=1)
+    with bar, open_maker(cfg, writer, work, longest, bar.update) as make:
+        began = time.monotonic()
+        for item, rejected in make(work):
             lost.count(item, rejected)
-        if pending is not None:
-            pending.result()
     return time.monotonic() - began
 
 
-def _computed(cfg: Config, target: Path, dtype: torch.dtype, work: list[Work], bar: "tqdm[Any]") -> Computed:
-    if cfg.precompute.backend is not PrecomputeBackend.vllm:
-        yield from by_transformers(cfg, target, dtype, work, bar)
+@contextmanager
+def open_maker(cfg: Config, writer: StoreWriter, sample: list[Work], longest: int, tick: Tick) -> Iterator[Make]:
+    """What makes and writes shards, here or on Ray, with the target loaded once, from here to the end of `with`.
+
+    `sample`: some of the work that will come; `longest`: tokens of its longest document; `tick` is told the tokens done.
+    """
+    if cfg.precompute.executor is Executor.ray:
+        from mtptrain.stages import precompute_ray
+
+        with precompute_ray.open_workers(cfg, writer, longest) as make:
+            yield partial(_counted, make, tick)
         return
-    for item, states, rejected in by_engine(cfg, target, dtype, work, cfg.store_dir / "engine"):
-        bar.update(item.tokens if item and item.captures else 0)
-        yield item, states, rejected
+    with ExitStack() as target:
+        states_of = None
+        if any(w.captures for w in sample):
+            states_of = target.enter_context(open_target(cfg, [w for w in sample if w.captures], longest, cfg.store_dir / "engine"))
+        yield partial(_make, writer, states_of, tick)
+
+
+def _counted(make: Make, tick: Tick, work: Sequence[Work]) -> Iterator[tuple[Work, list[Rejected]]]:
+    for item, rejected in make(work):
+        tick(item.tokens if item.captures else 0)
+        yield item, rejected
+
+
+def _make(writer: StoreWriter, states_of: StatesOf | None, tick: Tick, work: Sequence[Work]) -> Iterator[tuple[Work, list[Rejected]]]:
+    """A shard is written while the next one is computed."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pending: tuple[Work, list[Rejected], Future[None]] | None = None
+        for item in work:
+            states, rejected = states_of(item, tick) if states_of and item.captures else ({}, [])
+            if pending is not None:
+                pending[2].result()
+                yield pending[:2]
+            pending = item, rejected, pool.submit(writer.write, item.shard, item.documents, states, rejected)
+        if pending is not None:
+            pending[2].result()
+            yield pending[:2]
 
 
 def _captures_in(folder: Path) -> list[str]:
@@ -184,7 +211,7 @@ def _summarise(folder: Path, writer: StoreWriter, shards: int, captures: list[st
         "documents": len(entries),
         "rejected": documents - len(entries),
         "tokens": sum(entry.length for entry in entries),
-        "bytes": sum(s.files[part].bytes for s in sidecars for part in [TOKENS, *captures]),
+        "bytes": sum(s.files[part].bytes for s in sidecars for part in [TOKENS, *captures] if part in s.files),
     }
 
 

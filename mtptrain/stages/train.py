@@ -1,11 +1,9 @@
 """The train stage: a head on the store, its best checkpoint chosen by the offline walk on held-out documents."""
 
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,18 +11,14 @@ from typing import Any
 import torch
 
 from mtptrain import manifest
-from mtptrain.batches import Batch, load_batch
-from mtptrain.config import Config, HeadInit, HeadKind, TrainConfig
+from mtptrain.checkpoint import checkpoints
+from mtptrain.config import Config
 from mtptrain.config_io import config_yaml, load_config
 from mtptrain.errors import UserError
 from mtptrain.files import write_text
 from mtptrain.heads.alignment import supervised_rows
-from mtptrain.heads.build import build_head, init_from_last_layer, init_lm_head
-from mtptrain.heads.eagle3 import Eagle3Head
-from mtptrain.heads.head import DraftHead, init_random
-from mtptrain.heads.least_squares import init_least_squares
+from mtptrain.heads.head import DraftHead
 from mtptrain.heads.lm_head import LmHead, lm_head_of
-from mtptrain.heads.lookup import init_lookup
 from mtptrain.ranks import ALONE, Ranks, announced, join, launch, run_as_rank
 from mtptrain.report.measurement import measure
 from mtptrain.report.tracking import Tracker
@@ -32,47 +26,63 @@ from mtptrain.stages.context import (
     Context,
     as_plain,
     checkpoint_hash,
-    open_checkpoint,
     open_context,
     open_store,
     store_fingerprint,
     trained_head_hash,
     wanted_captures,
 )
-from mtptrain.stages.vocabulary import draft_vocabulary, loss_vocabulary
+from mtptrain.stages.feed import Feed, feeder_gpus
+from mtptrain.stages.first_weights import empty_head, first_documents, initial_head, train_config
+from mtptrain.stages.vocabulary import loss_vocabulary
 from mtptrain.stages.walk import walk_documents
 from mtptrain.store.reader import Store
-from mtptrain.target.ends import load_last_layer, weights_hash
-from mtptrain.target.model import pick_device
-from mtptrain.trainer import Progress, Trainer
+from mtptrain.target.ends import weights_hash
+from mtptrain.target.model import pick_device, pick_dtype
+from mtptrain.target.resolve import resolve_target
+from mtptrain.trainer import CHECKPOINTS, Progress, Trainer
 
-_FUSION_LR = 0.2
-"""Of `train.optim.lr`, for a fusing projection that starts from least squares: a full rate undoes more of it than it adds."""
-_RAW_FUSION_LR = 0.01
-"""The same, where it reads un-normed streams: some of their channels are hundreds of times larger than the others."""
-_LOOKUP_LR = {"fusion_lr": 0.1, "query_key_lr": 0.2, "value_output_lr": 0.4}
-"""The same, for an eagle3 head, whose attention starts as a lookup."""
+_WITHOUT_EFFECT = (
+    "log_every",
+    "checkpoint_every",
+    "keep",
+    "max_skipped",
+    "bad_update",
+    "spike",
+    "ranks",
+    "deepspeed",
+    "recompute",
+    "online",
+)
+"""Of `train.*`: what the weights do not depend on, but for rounding."""
 
 
 def run(cfg: Config) -> None:
     """Train `cfg.head` into `cfg.train_dir`, resuming where it stopped, in as many processes as asked for. Raises UserError."""
     if announced():
-        _train(cfg, join(pick_device(cfg.device).type == "cpu", cfg.threads))
+        _train(cfg, meet(cfg))
     elif (count := ranks_to_start(cfg)) > 1:
         _launch(cfg, count)
     else:
         _train(cfg, ALONE)
 
 
+def meet(cfg: Config) -> Ranks:
+    """The processes of this job, if a launcher started several."""
+    return join(pick_device(cfg.device).type == "cpu", cfg.threads)
+
+
 def ranks_to_start(cfg: Config) -> int:
     """How many processes train on this machine where no launcher started any."""
     if cfg.train.ranks:
         return cfg.train.ranks
-    return min(torch.cuda.device_count(), cfg.train.accumulate) if pick_device(cfg.device).type == "cuda" else 1
+    if pick_device(cfg.device).type != "cuda":
+        return 1
+    return max(1, min(torch.cuda.device_count() - feeder_gpus(cfg), cfg.train.accumulate))
 
 
 def _launch(cfg: Config, count: int) -> None:
-    if _is_complete(cfg, train_inputs(cfg, open_context(cfg), store_fingerprint(cfg))):
+    if _is_complete(cfg, train_inputs(cfg)):
         return
     with TemporaryDirectory(prefix=f"mtptrain-ranks-{cfg.head_dir.name}-") as folder:
         config = Path(folder) / "config.yaml"
@@ -100,11 +110,10 @@ def _check_ranks(cfg: Config, ranks: Ranks) -> None:
 
 def _train(cfg: Config, ranks: Ranks) -> None:
     ranks.first(lambda: _check_ranks(cfg, ranks))
-    fingerprint = store_fingerprint(cfg)
-    context = open_context(cfg)
-    inputs = train_inputs(cfg, context, fingerprint)
+    inputs = ranks.first(lambda: train_inputs(cfg))
     if ranks.first(lambda: _is_complete(cfg, inputs)):
         return
+    context = open_context(cfg)
     store = open_store(cfg, wanted_captures(cfg, context.spec))
     documents, held_out = training_documents(store), store.indices("held_out")
     if not held_out:
@@ -113,19 +122,33 @@ def _train(cfg: Config, ranks: Ranks) -> None:
             "or merge it with a run that has some (python -m mtptrain.store merge)"
         )
     ranks.first(lambda: _begin(cfg, inputs))
-    head = initial_head(cfg, context, store, documents, ranks)
     held_out = spread(held_out, cfg.train.eval_documents)
 
     def evaluate(trained: DraftHead) -> dict[str, Any]:
         walks, _ = walk_documents(trained, context, store, ranks.share(held_out), [cfg.validate.k], hits_only=True)
         return measure(ranks.unshare(walks[cfg.validate.k]), cfg.validate.k)["overall"]
 
-    with Tracker(cfg) if ranks.is_first else nullcontext() as tracker:
-        trainer = make_trainer(cfg, context, store, documents, head, evaluate, tracker.log if tracker else _silent, ranks)
+    with Tracker(cfg) if ranks.is_first else nullcontext() as tracker, ExitStack() as open_feed:
+        begun = ranks.first(lambda: next(reversed(checkpoints(cfg.train_dir / CHECKPOINTS)), None))
+        feed = None
+        if cfg.train.online:
+            feed = open_feed.enter_context(Feed(cfg, store, documents, wanted_captures(cfg, context.spec), ranks))
+            feed.start(0 if begun is None else int(begun.name))
+        if begun is None:
+            usable = first_documents(cfg, store, documents)
+            if feed is not None:
+                lost = feed.first_group()
+                usable = [i for i in usable if i not in lost]
+            head = initial_head(cfg, context, store, documents, ranks, usable)
+        else:
+            head = empty_head(cfg, context, store, documents)
+        trainer = make_trainer(cfg, context, store, documents, head, evaluate, tracker.log if tracker else _silent, ranks, feed)
         if ranks.is_first:
             _print_start(cfg, head, store, documents, len(trainer.updates), ranks.world)
         began = time.monotonic()
         progress = trainer.run()
+        if feed is not None:
+            feed.finish()
     if not ranks.is_first:
         return
     manifest.finish(cfg.train_dir, inputs, _results(progress, head))
@@ -163,20 +186,22 @@ def _results(progress: Progress, head: DraftHead) -> dict[str, Any]:
     }
 
 
-def train_inputs(cfg: Config, context: Context, fingerprint: str) -> dict[str, Any]:
+def train_inputs(cfg: Config) -> dict[str, Any]:
     """Everything that determines the trained weights."""
+    fingerprint, target = store_fingerprint(cfg), resolve_target(cfg.target)
+    dtype = pick_dtype(cfg.train.dtype, pick_device(cfg.device))
     train = as_plain(cfg.train)
-    for cadence in ("log_every", "checkpoint_every", "keep", "max_skipped", "bad_update", "spike", "ranks", "deepspeed", "recompute"):
-        del train[cadence]
+    for key in _WITHOUT_EFFECT:
+        del train[key]
     return {
         "store": fingerprint,
-        "target": weights_hash(context.folder),
+        "target": weights_hash(target),
         "head": {k: v for k, v in as_plain(cfg.head).items() if k not in ("label", "checkpoint")},
         "head.checkpoint": cfg.head.checkpoint and checkpoint_hash(cfg),
         "train": train,
         "seed": cfg.seed,
         "validate.k": cfg.validate.k,
-        "dtype": str(context.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
     }
 
 
@@ -204,6 +229,7 @@ def make_trainer(
     evaluate: Callable[[DraftHead], dict[str, Any]],
     on_log: Callable[[dict[str, Any]], None],
     ranks: Ranks = ALONE,
+    feed: Feed | None = None,
 ) -> Trainer:
     """The trainer of `head` on `documents` of the store, in `cfg.train_dir`."""
     torch.use_deterministic_algorithms(True)
@@ -222,54 +248,8 @@ def make_trainer(
         evaluate,
         on_log,
         ranks,
+        feed,
     )
-
-
-def initial_head(cfg: Config, context: Context, store: Store, documents: list[int], ranks: Ranks = ALONE) -> DraftHead:
-    """The head before its first update: from `head.checkpoint`, else as `head.init` says. All ranks get the first's."""
-    head = _initial_head(cfg, context, store, documents)
-    ranks.broadcast_([parameter.detach() for parameter in head.parameters()])
-    return head
-
-
-def _initial_head(cfg: Config, context: Context, store: Store, documents: list[int]) -> DraftHead:
-    if cfg.head.checkpoint is not None:
-        return open_checkpoint(cfg, context).to(context.device)
-    head = build_head(cfg.head, context.spec, draft_vocabulary(cfg, context, store, documents))
-    init_random(head, cfg.head.init_std, cfg.seed)
-    init_lm_head(head, context.ends.lm_head_VH)
-    if cfg.head.init is HeadInit.last_layer:
-        init_from_last_layer(head, context.spec, load_last_layer(context.folder), context.ends.final_norm_H.cpu())
-    head.to(context.device)
-    if from_least_squares(cfg):
-        order = random.Random(f"{cfg.seed}/least_squares").sample(documents, len(documents))
-        norm_H = context.ends.final_norm_H.float() + context.spec.rms_norm_offset
-
-        def batches() -> Iterator[Batch]:  # in float32 whatever training computes in: sums of products do not bear rounding
-            return (load_batch(store, [i], head.captures, 1, torch.float32, context.device) for i in order)
-
-        if isinstance(head, Eagle3Head):
-            init_lookup(context.bind(head), batches, norm_H, cfg.seed)
-        else:
-            init_least_squares(context.bind(head), batches(), norm_H)
-    return head
-
-
-def from_least_squares(cfg: Config) -> bool:
-    """Whether the head starts from least squares."""
-    return cfg.head.checkpoint is None and cfg.head.init in (HeadInit.auto, HeadInit.least_squares)
-
-
-def train_config(cfg: Config) -> TrainConfig:
-    """`cfg.train` with the shares of the learning rate that the head's first weights ask for."""
-    optim, head = cfg.train.optim, cfg.head
-    shares: dict[str, Any] = {"fusion_lr": 1.0, "query_key_lr": 1.0, "value_output_lr": 1.0}
-    if from_least_squares(cfg):
-        shares |= {"fusion_lr": _FUSION_LR} if head.kind is not HeadKind.eagle3 else _LOOKUP_LR
-        if head.kind is HeadKind.eagle3 and not (head.fc_norm or head.norm_before_fc):
-            shares["fusion_lr"] = _RAW_FUSION_LR
-    optim = replace(optim, **{name: share for name, share in shares.items() if getattr(optim, name) is None})
-    return replace(cfg.train, optim=optim)
 
 
 def loss_projection(cfg: Config, context: Context, store: Store, documents: list[int], head: DraftHead) -> LmHead:

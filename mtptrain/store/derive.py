@@ -23,7 +23,7 @@ from mtptrain.data.summary import summarise
 from mtptrain.errors import UserError
 from mtptrain.files import hash_file, hash_json
 from mtptrain.store.codecs import codec_of
-from mtptrain.store.format import TOKENS, captures_made, check_content, part_path, write_sidecar
+from mtptrain.store.format import ONLINE, TOKENS, captures_made, check_content, part_path, write_sidecar
 from mtptrain.store.reader import Store
 from mtptrain.store.writer import new_sidecar, write_part
 
@@ -48,6 +48,8 @@ class Run:
         check_documents(folder / "data", data["results"])
         found = manifest.require(folder / "store", "the hidden-state store", "python -m mtptrain.precompute (with the same arguments)")
         store = Store.open(folder / "store", list(found["results"]["captures"]))
+        if found["inputs"].get(ONLINE):
+            raise UserError(f"{folder / 'store'} keeps no states of training documents (it was made with train.online=true)")
         documents = {d.id: d for d in read_documents(folder / "data")}
         if absent := [e.id for e in store.entries if e.id not in documents]:
             raise UserError(f"{folder / 'store'} holds document {absent[0]}, which {folder / 'data' / FILE} does not; run precompute again")

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from mtptrain.data.documents import Document
+from mtptrain.data.documents import TRAIN, Document
 from mtptrain.errors import UserError, in_line
 from mtptrain.files import hash_file, hash_json, with_hash, without_hash, write_json
 from mtptrain.manifest import DERIVED
@@ -84,6 +84,11 @@ class Sidecar:
     rejected: list[Rejected] = field(default_factory=list)
     files: dict[str, PartFile] = field(default_factory=dict)
 
+    @property
+    def split(self) -> str:
+        """Of all its documents."""
+        return self.documents[0].split
+
     def entries(self) -> list[Entry]:
         gone = {r.start for r in self.rejected}
         return [entry for entry in self.documents if entry.start not in gone]
@@ -136,6 +141,15 @@ def shard_ranges(documents: Sequence[Document], shard_tokens: int) -> list[range
             first, held = index, 0
         held += length
     return [*ranges, range(first, len(documents))] if documents else ranges
+
+
+ONLINE = "train.online"
+"""The key of inputs of a store that keeps the states of held-out documents alone; those of training come and go (ring.py)."""
+
+
+def parts_kept(inputs: dict[str, Any], split: str, captures: Sequence[str]) -> list[str]:
+    """Parts that every shard of a split has in a finished store."""
+    return [TOKENS] if split == TRAIN and inputs.get(ONLINE) else [TOKENS, *captures]
 
 
 def shards_of(inputs: dict[str, Any], documents: Sequence[Document], shard_tokens: int) -> list[range]:
@@ -204,8 +218,12 @@ def check_part(folder: Path, sidecar: Sidecar, part: str) -> None:
 def check_content(folder: Path, sidecar: Sidecar, part: str) -> None:
     """Hash a part's whole file. Raises StoreDamage if it differs, having set the file aside so that precompute finds it missing."""
     path = part_path(folder, sidecar.shard, part)
-    if not path.exists():
-        raise StoreDamage(f"{path} is missing")
-    if hash_file(path) != sidecar.files[part].hash:
-        path.replace(corrupt_path(path))
-        raise StoreDamage(f"{path} is corrupt (its content hash differs) and was renamed to {corrupt_path(path).name}")
+    aside = corrupt_path(path)
+    try:
+        if hash_file(path) == sidecar.files[part].hash:
+            return
+        path.replace(aside)
+    except FileNotFoundError:
+        if not aside.exists():  # else another process found it corrupt just now
+            raise StoreDamage(f"{path} is missing") from None
+    raise StoreDamage(f"{path} is corrupt (its content hash differs) and was renamed to {aside.name}")

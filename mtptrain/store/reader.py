@@ -10,10 +10,22 @@ from typing import Any
 from torch import Tensor
 
 from mtptrain import manifest
+from mtptrain.data.documents import TRAIN
 from mtptrain.errors import UserError
 from mtptrain.files import hash_json
 from mtptrain.store.codecs import BF16, codec_of
-from mtptrain.store.format import TOKENS, Entry, Sidecar, StoreDamage, check_content, check_part, part_path, read_sidecar
+from mtptrain.store.format import (
+    ONLINE,
+    TOKENS,
+    Entry,
+    Sidecar,
+    StoreDamage,
+    check_content,
+    check_part,
+    part_path,
+    parts_kept,
+    read_sidecar,
+)
 from mtptrain.store.mapped import MappedFile
 
 _MAPPED_FILES = 4096
@@ -26,7 +38,8 @@ class Store:
     def __init__(self, folder: Path, manifest: dict[str, Any], sidecars: list[Sidecar]) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.entries: list[Entry] = [entry for sidecar in sidecars for entry in sidecar.entries()]
+        self._online = bool(manifest["inputs"].get(ONLINE))
+        self.entries: list[Entry] = [entry for sidecar in sidecars for entry in self._entries(sidecar)]
         self._codecs = {(s.shard, c): codec_of(f.codec, folder) for s in sidecars for c, f in s.files.items() if f.codec is not None}
         self.sidecars = sidecars
         self._sound: set[tuple[int, str]] = set()
@@ -44,11 +57,33 @@ class Store:
             )
         sidecars = [read_sidecar(folder, shard, hash_json(found["inputs"])) for shard in range(found["results"]["shards"])]
         for sidecar in sidecars:
-            for part in [TOKENS, *captures]:
+            for part in parts_kept(found["inputs"], sidecar.split, captures):
                 check_part(folder, sidecar, part)
                 if part != TOKENS and (tag := sidecar.files[part].codec) != (said := stored[part]["codec"]) and tag != BF16.tag:
                     raise StoreDamage(f"{part_path(folder, sidecar.shard, part)} is stored as {tag}, the manifest says {said}")
         return cls(folder, found, sidecars)
+
+    def _entries(self, sidecar: Sidecar) -> list[Entry]:
+        """Of training documents whose states come and go all: which are rejected is not known."""
+        return sidecar.documents if self._online and sidecar.split == TRAIN else sidecar.entries()
+
+    def admit(self, shard: int) -> set[int]:
+        """A shard's states have come: global indices of its documents whose states are rejected. StoreDamage where they are not here."""
+        sidecar = read_sidecar(self.folder, shard, self.sidecars[shard].fingerprint)
+        for part, file in sidecar.files.items():
+            check_part(self.folder, sidecar, part)
+            if file.codec is not None:
+                self._codecs[shard, part] = codec_of(file.codec, self.folder)
+        self.sidecars[shard] = sidecar
+        gone = {r.start for r in sidecar.rejected}
+        return {i for i, entry in enumerate(self.entries) if entry.shard == shard and entry.start in gone} if gone else set()
+
+    def forget(self, shard: int) -> None:
+        """A shard's states are no longer needed: let go of their files, which may be deleted and come anew."""
+        for key in [key for key in self._mapped if key[0] == shard and key[1] != TOKENS]:
+            del self._mapped[key]
+            self._read.discard(key)
+        self._sound = {key for key in self._sound if key[0] != shard or key[1] == TOKENS}
 
     def indices(self, split: str) -> list[int]:
         """Global indices of a split's documents."""

@@ -17,9 +17,11 @@ from mtptrain.store.format import (
     check_part,
     is_set_aside,
     part_path,
+    parts_kept,
     read_sidecar,
     sidecar_path,
 )
+from mtptrain.store.ring import FEED_CONFIG, FEED_LOG, RING
 
 
 def find_damage(folder: Path, whole: bool = True) -> Iterator[str]:
@@ -52,7 +54,7 @@ def _look(folder: Path, found: dict[str, Any], whole: bool) -> Iterator[Sidecar 
             yield damage.problem
             continue
         yield sidecar
-        for part in [TOKENS, *captures]:
+        for part in parts_kept(found["inputs"], sidecar.split, captures):
             try:
                 check_part(folder, sidecar, part)
                 if whole:
@@ -62,7 +64,7 @@ def _look(folder: Path, found: dict[str, Any], whole: bool) -> Iterator[Sidecar 
 
 
 def _strays(folder: Path, found: dict[str, Any]) -> Iterator[Path]:
-    known = {manifest.MANIFEST, manifest.STARTED, "config.yaml", "rejects.jsonl"}
+    known = {manifest.MANIFEST, manifest.STARTED, "config.yaml", "rejects.jsonl", RING, FEED_CONFIG, FEED_LOG}
     for shard in range(found["results"]["shards"]):
         known |= {sidecar_path(folder, shard).name}
         known |= {part_path(folder, shard, part).name for part in [TOKENS, *found["results"]["captures"]]}
@@ -91,7 +93,7 @@ def describe(folder: Path) -> dict[str, Any]:
         counts["supervised_tokens"] += sum(stop - start for start, stop in entry.spans)
     parts: dict[str, dict[str, Any]] = {
         part: {
-            "bytes": sum(sidecar.files[part].bytes for sidecar in sidecars),
+            "bytes": sum(sidecar.files[part].bytes for sidecar in sidecars if part in sidecar.files),
             "codec": "-" if part == TOKENS else "{name} {version}".format(**results["captures"][part]["codec"]),
         }
         for part in [TOKENS, *results["captures"]]

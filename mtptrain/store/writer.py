@@ -97,6 +97,17 @@ class StoreWriter:
         write_sidecar(self.folder, sidecar)
 
 
+def drop_states(folder: Path, sidecar: Sidecar) -> None:
+    """Delete a shard's states; its tokens stay. Its sidecar says so first."""
+    gone = [part for part in sidecar.files if part != TOKENS]
+    for part in gone:
+        del sidecar.files[part]
+    sidecar.rejected = []
+    write_sidecar(folder, sidecar)
+    for part in gone:
+        part_path(folder, sidecar.shard, part).unlink(missing_ok=True)
+
+
 def write_part(
     folder: Path, fingerprint: str, shard: int, part: str, codec: dict[str, str | int] | None, tensors: dict[str, Tensor]
 ) -> PartFile:

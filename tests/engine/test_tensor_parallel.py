@@ -8,7 +8,7 @@ import torch
 
 from mtptrain.config import Config, VllmLayout
 from mtptrain.engines.process import require_engine
-from mtptrain.engines.vllm import capture_states, llm_arguments
+from mtptrain.engines.vllm import VllmCapturer, llm_arguments
 from mtptrain.exporters.vllm import from_vllm, to_vllm
 from mtptrain.stages.engine_trial import NONE, certify, draft_of, run_trials
 from mtptrain.target.model import capture_packed, load_model
@@ -32,7 +32,9 @@ def test_two_ranks_draft_and_capture_what_one_does(tmp_path: Path) -> None:
 
     documents = [case.store.tokens(i).tolist() for i in case.documents[:4]]
     arguments = llm_arguments(cfg, case.context.folder, case.context.spec, 128, eager=True)
-    (_, _), (_, states) = capture_states(cfg, engine, tmp_path / "capture", arguments, [(0, documents)], ["final", "after_1"])
+    capturer = VllmCapturer(cfg, engine, tmp_path / "capture", arguments, ["final", "after_1"])
+    states = capturer.states(documents)
+    capturer.close()
     model = load_model(case.context.folder, torch.float32, torch.device("cpu"), False)
     for name, expected in capture_packed(model, documents, ["final", "after_1"]).items():
         assert states[name].shape == expected.shape
