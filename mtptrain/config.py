@@ -491,6 +491,11 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     recompute: bool = False
     """Backward computes the MLP's activations again instead of keeping them: less memory, one more forward of it."""
+    prefetch: bool | None = None
+    """Read the next batch, for a GPU into pinned memory, while this one is computed; None: on a GPU."""
+    compile: bool = False
+    """Compile what the head's layer does before and after attention (torch.compile): fewer passes over memory on a GPU, a minute at the
+    start of each process."""
     feature_noise: float = 0.0
     """Uniform noise on the states the head reads, U(-a, a) * 512 / tokens of the document (EAGLE-1 has a = 0.1)."""
     ema: float = 0.0
@@ -670,6 +675,9 @@ class PlanConfig:
     generate_tokens_per_second: float | None = None
     precompute_tokens_per_second: float | None = None
     train_tokens_per_second: float | None = None
+    measure: bool = False
+    """Run a piece of prepare, precompute and train on this machine (a minute or two, and the target's weights), and plan with what they
+    take and hold; the engine is not run."""
     matmul_tflops: float | None = None
     """Achieved matrix rate; None: measured on this machine for a second."""
     hardware: str | None = None
@@ -679,6 +687,7 @@ class PlanConfig:
     """Share of a GPU's dense bfloat16 rate that is reached."""
 
     def __post_init__(self) -> None:
+        _require(not (self.measure and self.hardware), "plan.measure", True, "measures this machine; it goes not with plan.hardware")
         _require(self.gpus >= 1, "plan.gpus", self.gpus, "must be at least 1")
         _require(0 < self.efficiency <= 1, "plan.efficiency", self.efficiency, "must be in (0, 1]")
 

@@ -37,6 +37,7 @@ class Volume:
 
     documents: int
     tokens: int
+    supervised: int
     generated: int
     basis: str
 
@@ -50,7 +51,9 @@ class Stage:
     rows: int
     tokens: int
     tokens_per_second: float | None = None
-    """Given by the user; else time comes from flops."""
+    """Given by the user, or measured; else time comes from flops."""
+    is_measured: bool = False
+    """Rate and memory were measured on this machine."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,12 +103,12 @@ def _cached_folders(target: TargetConfig) -> list[Path]:
     return [Path(config).parent] if isinstance(config, str) else []
 
 
-def prepared_tokens(data_dir: Path) -> tuple[int, int] | None:
-    """Documents and tokens of a finished prepare stage."""
+def prepared_tokens(data_dir: Path) -> tuple[int, int, int] | None:
+    """Documents, tokens and supervised tokens of a finished prepare stage."""
     if not (data_dir / manifest.MANIFEST).exists():
         return None
     counts = manifest.require(data_dir, "", "")["results"]["all"]
-    return counts["documents"], counts["tokens"]
+    return counts["documents"], counts["tokens"], counts["supervised_tokens"]
 
 
 def volume(cfg: Config) -> Volume:
@@ -114,9 +117,10 @@ def volume(cfg: Config) -> Volume:
     if cfg.plan.train_tokens is not None:
         length = min(cfg.data.max_length, _HUB_PROMPT_TOKENS + response)
         documents = max(1, cfg.plan.train_tokens // length)
-        return _volume(cfg, documents, cfg.plan.train_tokens, documents * response, "plan.train_tokens")
+        return _volume(cfg, documents, cfg.plan.train_tokens, documents * response, 0, "plan.train_tokens")
     if counted := prepared_tokens(cfg.data_dir):
-        return Volume(documents=counted[0], tokens=counted[1], generated=0, basis=f"counted in {cfg.data_dir}")
+        documents, tokens, supervised = counted
+        return Volume(documents=documents, tokens=tokens, supervised=supervised, generated=0, basis=f"counted in {cfg.data_dir}")
     if cfg.data.source is DataSource.self:
         documents, prompt = _OWN_PROMPTS + cfg.data.self_prompts.count, _SELF_PROMPT_TOKENS
         turns = int(_SELF_TRIES * cfg.data.self_prompts.count * cfg.data.self_prompts.max_new_tokens * _RESPONSE_SHARE)
@@ -130,12 +134,14 @@ def volume(cfg: Config) -> Volume:
     if cfg.data.responses.mode is ResponseMode.keep:
         response = response if cfg.data.source is DataSource.self else 0
     tokens = documents * min(cfg.data.max_length, prompt + response)
-    return _volume(cfg, documents, tokens, documents * response + turns, "estimated from data.*")
+    return _volume(cfg, documents, tokens, documents * response, turns, "estimated from data.*")
 
 
-def _volume(cfg: Config, documents: int, tokens: int, generated: int, basis: str) -> Volume:
+def _volume(cfg: Config, documents: int, tokens: int, answers: int, turns: int, basis: str) -> Volume:
+    """`answers`: tokens of responses; `turns`: of user turns that the target writes."""
     keeps = cfg.data.responses.mode is ResponseMode.keep
-    return Volume(documents=documents, tokens=tokens, generated=0 if keeps else generated, basis=basis)
+    supervised = min(tokens, answers) or tokens  # what others wrote is not told from prompts before it is read
+    return Volume(documents=documents, tokens=tokens, supervised=supervised, generated=0 if keeps else answers + turns, basis=basis)
 
 
 def _records(path: Path, limit: int | None) -> tuple[int, int]:
@@ -239,7 +245,7 @@ def _train(cfg: Config, plan: Plan, width: int) -> Stage:
     per_parameter = 16 + (4 if cfg.train.ema else 0) + (2 if width == 2 else 0)  # weight, gradient, two moments; average; bf16 copy
     per_row = 14 * spec.hidden_size + 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + 4 * spec.intermediate_size
     logits = cfg.train.loss.chunk_rows * vocabulary * 4 * _LOGIT_COPIES
-    supervised = min(1.0, plan.volume.generated / max(1, plan.volume.tokens)) or 1.0
+    supervised = plan.volume.supervised / max(1, plan.volume.tokens)
     trained_rows = 2.0 * projection * supervised  # the gradient of an output projection of its own
     products = 6.0 * (plan.head_parameters - projection) + 6.0 * vocabulary * spec.hidden_size * supervised + trained_rows
     return Stage(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mtptrain.batches import load_batch
+from mtptrain.batches import Loader
 from mtptrain.checkpoint import checkpoints, load_checkpoint, prune, save_checkpoint
 from mtptrain.config import BadUpdate, TrainConfig
 from mtptrain.data.order import epoch_batches
@@ -119,6 +119,8 @@ class Trainer:
         self.objective = Objective(config, drafter, loss_head, device)
         self.optimizer = build_adamw(config.optim, self.head)
         self._stepper = Stepper(self.head, self.optimizer, ranks, config.optim.clip)
+        ahead = device.type == "cuda" if config.prefetch is None else config.prefetch
+        self._loader = Loader(store, drafter.head.captures, config.steps, dtype, device, ahead)
         self.ema = {n: p.detach().clone() for n, p in self.head.named_parameters()} if config.ema else {}
         self.progress = Progress()
 
@@ -162,10 +164,12 @@ class Trainer:
         set_lr(self.optimizer, self.config.optim.lr * factor)
         self._stepper.begin()
         done, loss = [], None
-        for number in self._turns(batches):
+        turns = self._turns(batches)
+        for turn, number in enumerate(turns):
             if loss is not None:
                 self._stepper.backward(loss, is_last=False)
-            loss, result = self._forward(batches, number, rows)
+            following = self._documents(batches, turns[turn + 1]) if turn + 1 < len(turns) else self._after()
+            loss, result = self._forward(batches, number, rows, following)
             if result is not None:
                 done.append(result)
         found = sorted((batch for part in self._ranks.gather(done) for batch in part), key=lambda batch: batch.number)
@@ -189,13 +193,26 @@ class Trainer:
         self.progress.supervised += rows
         return {"loss": total, "lr": self.config.optim.lr * factor, "grad_norm": norm, **_means(found)}
 
-    def _forward(self, batches: list[list[int]], number: int | None, rows: int) -> tuple[Tensor, "BatchResult | None"]:
+    def _documents(self, batches: list[list[int]], number: int | None) -> list[int]:
+        """Of one of an update's batches; None: of the smallest."""
+        return batches[number] if number is not None else min(batches, key=lambda b: sum(self.store.entries[i].length for i in b))
+
+    def _after(self) -> list[int] | None:
+        """What this rank loads first in the next update, where its states are there."""
+        if self._feed is not None or self.progress.update + 1 >= len(self.updates):
+            return None
+        batches = self.updates[self.progress.update + 1]
+        return self._documents(batches, self._turns(batches)[0])
+
+    def _forward(
+        self, batches: list[list[int]], number: int | None, rows: int, following: list[int] | None
+    ) -> tuple[Tensor, "BatchResult | None"]:
         """The loss of one of an update's batches, of `rows` valid rows in all. `number` None: a loss of 0 that only has a gradient of 0.
 
-        Of a long document's every rank computes a part.
+        Of a long document's every rank computes a part. `following`: documents that are loaded next.
         """
-        documents = batches[number] if number is not None else min(batches, key=lambda b: sum(self.store.entries[i].length for i in b))
-        batch = load_batch(self.store, documents, self.head.captures, self.config.steps, self._dtype, self._device)
+        documents = self._documents(batches, number)
+        batch = self._loader.load(documents, following)
 
         def compute() -> tuple[Tensor, list[RowStatistics]]:
             noise = self._noise(documents, number or 0)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from peak import peak_bytes
 from torch import Tensor
 
 from mtptrain import manifest
@@ -16,6 +15,7 @@ from mtptrain.cli import compose
 from mtptrain.config import Config
 from mtptrain.data.documents import Document
 from mtptrain.files import hash_json, write_json
+from mtptrain.peak import peak_bytes
 from mtptrain.stages import precompute, prepare
 from mtptrain.store.codecs import StateCodec
 from mtptrain.store.format import shard_ranges

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from bench import apart, save, write_store
-from peak import peak_bytes
 
 from mtptrain.cli import compose
 from mtptrain.data.documents import HELD_OUT, TRAIN, Document
 from mtptrain.heads.layers import LayerConfig
+from mtptrain.peak import peak_bytes
 from mtptrain.stages.context import open_context, open_store
 from mtptrain.stages.first_weights import initial_head
 from mtptrain.stages.train import make_trainer, training_documents

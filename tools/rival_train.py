@@ -17,11 +17,14 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # of mtptrain only what needs nothing else
+
 import torch
-from peak import peak_bytes
 from speculators.train import checkpointer, cli, trainer
 from speculators.train.config import TrainConfig
 from torch.optim import _muon
+
+from mtptrain.peak import peak_bytes
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """The coefficients of Muon's quintic iteration."""

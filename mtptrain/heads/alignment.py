@@ -1,6 +1,6 @@
 """The one place where tokens, states and predictions are shifted against one another."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,9 @@ class Alignment:
     valid_RK: Tensor
     """Whether step k of the row is trained and counted."""
 
-    def to(self, device: torch.device) -> "Alignment":
-        return Alignment(**{name: getattr(self, name).to(device) for name in self.__slots__})
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Alignment":
+        """With every tensor changed."""
+        return Alignment(**{name: change(getattr(self, name)) for name in self.__slots__})
 
 
 def align(length: int, spans: Sequence[tuple[int, int]], steps: int) -> Alignment:

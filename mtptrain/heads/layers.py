@@ -245,6 +245,12 @@ class DecoderLayer(nn.Module):
         return x_RH + self.mlp(self.post_attention_layernorm(x_RH))
 
 
+def compile_layer(layer: DecoderLayer) -> None:
+    """Compile, at their first use, the parts of the layer that training calls; any number of rows."""
+    for name in ("query", "key_value", "finish"):
+        setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))
+
+
 def attend(
     q_RND: Tensor,
     position_R: Tensor,

@@ -252,7 +252,7 @@ def _compare_outputs(
 def _walk(walk: DocumentWalk, drafter: Drafter, token_T: Tensor, states: dict[str, Tensor], start: int, k: int) -> None:
     """The reference's own walk over the answer: it hops by its own drafts, not by the engine's."""
     spans = [(start, len(token_T))]
-    batch = Batch([0], token_T, states, align(len(token_T), spans, k).to(token_T.device))
+    batch = Batch([0], token_T, states, align(len(token_T), spans, k).each(lambda t: t.to(token_T.device)))
     (one,) = hop(draft_all_rows(drafter, batch, k), batch, [spans], [(walk.id, walk.source)], k)
     walk.spans += one.spans
     walk.generated += one.generated

@@ -31,9 +31,22 @@ def run(cfg: Config) -> None:
     set_threads(cfg.threads)
     device = pick_device(cfg.device)
     plan = estimate(cfg, pick_dtype(cfg.target.dtype, device).itemsize)
+    if cfg.plan.measure:
+        calibrate(cfg, plan)
     rates = {rows: measure_flops_per_second(cfg, plan.spec, rows) for rows in sorted({s.rows for s in plan.stages.values() if s.flops})}
     print("\n".join(describe(cfg, plan, rates, _memory_bytes(device.type))), flush=True)
     refuse(cfg, plan)
+
+
+def calibrate(cfg: Config, plan: Plan) -> None:
+    """Put what pieces of the stages take and hold on this machine into the plan; rates that were given stay."""
+    from mtptrain.stages.calibrate import measure
+
+    for name, found in measure(cfg, plan).items():
+        stage = plan.stages[name]
+        if stage.tokens_per_second is None:
+            stage.tokens_per_second, stage.is_measured = found.tokens_per_second, True
+        stage.memory = found.memory
 
 
 def refuse_if_it_cannot_fit(cfg: Config, target_is_here: bool = False) -> None:
@@ -132,15 +145,19 @@ def describe(cfg: Config, plan: Plan, rates: dict[int, float], memory: int) -> l
     """The lines that are printed."""
     lines = [*_amounts(cfg, plan, f", {size(free_bytes(cfg.run_dir))} free"), f"  {'stage':12} {'memory':>10} {'time':>10}"]
     for name, stage in plan.stages.items():
-        given = " (at the given tokens a second)" if stage.tokens_per_second is not None else ""
+        given = ""
+        if stage.tokens_per_second is not None:
+            given = f"  at {stage.tokens_per_second:,.0f} tokens/s, {'measured here' if stage.is_measured else 'given'}"
         too_large = "" if stage.memory <= memory else f"  more than the {size(memory)} that are free here"
         lines.append(f"  {name:12} {size(stage.memory):>10} {duration(seconds(stage, rates)):>10}{given}{too_large}")
     total = sum(seconds(stage, rates) for stage in plan.stages.values())
     lines.append(f"  {'all':12} {size(max(s.memory for s in plan.stages.values())):>10} {duration(total):>10}")
     shown = ", ".join(f"{rate / 1e9:,.1f} at {rows} rows" for rows, rate in rates.items())
     source = "plan.matmul_tflops" if cfg.plan.matmul_tflops is not None else "measured here"
-    lines.append(f"  times are lower bounds from matrix products alone ({source}, GFLOP/s: {shown});")
-    lines.append("  rates you have measured go into plan.{generate,precompute,train}_tokens_per_second;")
+    lines.append(f"  times without a rate are lower bounds from matrix products alone ({source}, GFLOP/s: {shown});")
+    lines.append(
+        "  plan.measure=true runs a piece of each stage here; rates you have go into plan.{generate,precompute,train}_tokens_per_second;"
+    )
     lines.append("  plan.hardware=h100 plan.gpus=8 plans for other machines than this one")
     return lines
 

@@ -18,6 +18,7 @@ from mtptrain.errors import UserError
 from mtptrain.files import write_text
 from mtptrain.heads.alignment import supervised_rows
 from mtptrain.heads.head import DraftHead
+from mtptrain.heads.layers import compile_layer
 from mtptrain.heads.lm_head import LmHead, lm_head_of
 from mtptrain.ranks import ALONE, Ranks, announced, join, launch, run_as_rank
 from mtptrain.report.measurement import measure
@@ -53,6 +54,8 @@ _WITHOUT_EFFECT = (
     "deepspeed",
     "recompute",
     "online",
+    "prefetch",
+    "compile",
 )
 """Of `train.*`: what the weights do not depend on, but for rounding."""
 
@@ -235,6 +238,8 @@ def make_trainer(
     torch.use_deterministic_algorithms(True)
     # else deterministic algorithms fill whatever is allocated, 5 % of an update; nothing of it is read unwritten
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if cfg.train.compile:
+        compile_layer(head.layer)
     return Trainer(
         train_config(cfg),
         cfg.seed,

@@ -3,6 +3,7 @@
 T tokens of a document, H hidden size.
 """
 
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class Store:
         self._sound: set[tuple[int, str]] = set()
         self._mapped: OrderedDict[tuple[int, str], MappedFile] = OrderedDict()
         self._read: set[tuple[int, str]] = set()
+        self._lock = threading.Lock()  # a thread may read ahead
 
     @classmethod
     def open(cls, folder: Path, captures: list[str]) -> "Store":
@@ -80,10 +82,11 @@ class Store:
 
     def forget(self, shard: int) -> None:
         """A shard's states are no longer needed: let go of their files, which may be deleted and come anew."""
-        for key in [key for key in self._mapped if key[0] == shard and key[1] != TOKENS]:
-            del self._mapped[key]
-            self._read.discard(key)
-        self._sound = {key for key in self._sound if key[0] != shard or key[1] == TOKENS}
+        with self._lock:
+            for key in [key for key in self._mapped if key[0] == shard and key[1] != TOKENS]:
+                del self._mapped[key]
+                self._read.discard(key)
+            self._sound = {key for key in self._sound if key[0] != shard or key[1] == TOKENS}
 
     def indices(self, split: str) -> list[int]:
         """Global indices of a split's documents."""
@@ -107,12 +110,17 @@ class Store:
 
     def release(self) -> None:
         """Hand back the pages read since the last call, so that a pass over the store does not end with all of it in the process."""
-        for key in self._read & self._mapped.keys():
-            self._mapped[key].release()
-        self._read.clear()
+        with self._lock:
+            for key in self._read & self._mapped.keys():
+                self._mapped[key].release()
+            self._read.clear()
 
     def _part(self, shard: int, part: str) -> dict[str, Tensor]:
-        key = (shard, part)
+        with self._lock:
+            return self._mapped_part((shard, part))
+
+    def _mapped_part(self, key: tuple[int, str]) -> dict[str, Tensor]:
+        shard, part = key
         self._read.add(key)
         if key in self._mapped:
             self._mapped.move_to_end(key)

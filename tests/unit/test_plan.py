@@ -139,6 +139,13 @@ def test_store_bytes_are_those_of_a_written_store(tmp_path: Path) -> None:
     assert expected <= written < expected + 1000  # two headers
 
 
+def test_online_training_stores_two_groups_of_shards_and_what_is_held_out() -> None:
+    given = ("+recipe=llama8b", "plan.train_tokens=100000000", "train.online=true", "store.shard_tokens=50000", "data.held_out_fraction=0.01")
+    plan = estimate(_config(*given, "train.shuffle_shards=5"))
+    assert plan.store_bytes == (1_000_000 + 2 * 5 * 50_000) * plan.bytes_per_token
+    assert estimate(_config(*given)).store_bytes == (1_000_000 + 2 * 4 * 50_000) * plan.bytes_per_token
+
+
 def test_checkpoint_and_export_bytes_by_hand() -> None:
     plan = estimate(_config("+recipe=smollm2", "train.keep=2"))
     # two kept, the best, and the one being written: float32 weights and two moments
@@ -219,9 +226,9 @@ def test_tokens_are_counted_where_data_is_prepared(tmp_path: Path) -> None:
     documents = [Document(id=str(n), source="s", split="train", tokens=[0] * n, spans=[(1, n)]) for n in (10, 20, 33)]
     write_documents(cfg.data_dir, documents)
     assert volume(cfg).basis == "estimated from data.*"
-    finish(cfg.data_dir, {}, {"all": {"documents": 3, "tokens": 63}})
+    finish(cfg.data_dir, {}, {"all": {"documents": 3, "tokens": 63, "supervised_tokens": 60}})
     counted = volume(cfg)
-    assert (counted.documents, counted.tokens, counted.generated) == (3, 63, 0)
+    assert (counted.documents, counted.tokens, counted.supervised, counted.generated) == (3, 63, 60, 0)
 
 
 def test_records_of_a_file_are_counted(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import platform
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtptrain import heap
+from mtptrain import batches, heap
 from mtptrain.checkpoint import checkpoints
 from mtptrain.config import BadUpdate, LossConfig, OptimConfig, TrainConfig
 from mtptrain.data.order import epoch_batches
 from mtptrain.errors import UserError
 from mtptrain.files import hash_bytes, read_jsonl_durable
 from mtptrain.heads.head import DraftHead
+from mtptrain.heads.layers import compile_layer
 from mtptrain.heads.lm_head import LmHead
 from mtptrain.signals import Interrupted, check
 from mtptrain.store.reader import Store
@@ -104,6 +106,50 @@ def test_first_loss_equals_its_definition_in_float64(store: Store, tmp_path: Pat
                     total += 0.8**k * (kl + 0.5 * hidden)
     assert made.update(made.updates[0])["loss"] == pytest.approx(total / rows, rel=1e-4)
     assert made.progress.supervised == rows
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_batches_read_ahead_train_the_same_bits(store: Store, tmp_path: Path, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, ahead = (trainer(store, tmp_path / f"{p}", small_config(prefetch=p, accumulate=accumulate)) for p in (False, True))
+    here.run()
+    threads: list[str] = []
+    read = ahead._loader._read
+
+    def noted(documents: list[int]) -> batches.Batch:
+        threads.append(threading.current_thread().name)
+        return read(documents)
+
+    monkeypatch.setattr(ahead._loader, "_read", noted)
+    ahead.run()
+    assert weights_hash(ahead.head) == weights_hash(here.head)
+    assert sum("MainThread" in name for name in threads) == 1, "only the first batch is not known before"
+    assert len(threads) == sum(map(len, ahead.updates))
+
+
+def test_a_batch_of_other_documents_than_were_said_to_follow_is_read_anew(store: Store) -> None:
+    loader = batches.Loader(store, ["final"], 3, torch.float32, CPU, ahead=True)
+    loader.load([0], following=[1, 2])
+    assert loader.load([3]).documents == [3]
+    assert loader.load([1, 2]).documents == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_computes_the_same() -> None:
+    spec = small_spec()
+    plain, compiled = small_head(spec, std=0.1), small_head(spec, std=0.1)
+    compile_layer(compiled.layer)
+    for count in (20, 33):
+        x_RH, position = torch.randn(count, HIDDEN), torch.arange(count)
+        outcomes = []
+        for head in (plain, compiled):
+            head.zero_grad()
+            q = head.layer.query(x_RH, position)
+            k, v = head.layer.key_value(x_RH, position)
+            out = head.layer.finish(x_RH, q)
+            (out.square().sum() + k.square().sum() + v.square().sum()).backward()
+            outcomes.append([q, k, v, out, *(p.grad for p in head.layer.parameters())])
+        for a, b in zip(*outcomes, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, {"ema": 0.9, "accumulate": 2}])
