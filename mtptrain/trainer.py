@@ -198,11 +198,11 @@ class Trainer:
         return batches[number] if number is not None else min(batches, key=lambda b: sum(self.store.entries[i].length for i in b))
 
     def _after(self) -> list[int] | None:
-        """What this rank loads first in the next update, where its states are there."""
+        """What this rank loads first in the next update, if anything, where its states are there."""
         if self._feed is not None or self.progress.update + 1 >= len(self.updates):
             return None
         batches = self.updates[self.progress.update + 1]
-        return self._documents(batches, self._turns(batches)[0])
+        return next((self._documents(batches, number) for number in self._turns(batches)), None)
 
     def _forward(
         self, batches: list[list[int]], number: int | None, rows: int, following: list[int] | None

@@ -140,7 +140,13 @@ def test_store_bytes_are_those_of_a_written_store(tmp_path: Path) -> None:
 
 
 def test_online_training_stores_two_groups_of_shards_and_what_is_held_out() -> None:
-    given = ("+recipe=llama8b", "plan.train_tokens=100000000", "train.online=true", "store.shard_tokens=50000", "data.held_out_fraction=0.01")
+    given = (
+        "+recipe=llama8b",
+        "plan.train_tokens=100000000",
+        "train.online=true",
+        "store.shard_tokens=50000",
+        "data.held_out_fraction=0.01",
+    )
     plan = estimate(_config(*given, "train.shuffle_shards=5"))
     assert plan.store_bytes == (1_000_000 + 2 * 5 * 50_000) * plan.bytes_per_token
     assert estimate(_config(*given)).store_bytes == (1_000_000 + 2 * 4 * 50_000) * plan.bytes_per_token

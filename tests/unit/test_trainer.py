@@ -21,6 +21,7 @@ from mtptrain.files import hash_bytes, read_jsonl_durable
 from mtptrain.heads.head import DraftHead
 from mtptrain.heads.layers import compile_layer
 from mtptrain.heads.lm_head import LmHead
+from mtptrain.ranks import Ranks
 from mtptrain.signals import Interrupted, check
 from mtptrain.store.reader import Store
 from mtptrain.trainer import Trainer
@@ -124,6 +125,15 @@ def test_batches_read_ahead_train_the_same_bits(store: Store, tmp_path: Path, ac
     assert weights_hash(ahead.head) == weights_hash(here.head)
     assert sum("MainThread" in name for name in threads) == 1, "only the first batch is not known before"
     assert len(threads) == sum(map(len, ahead.updates))
+
+
+def test_a_rank_without_a_batch_in_the_next_update_reads_nothing_ahead(store: Store, tmp_path: Path) -> None:
+    made = trainer(store, tmp_path, small_config(prefetch=True, accumulate=4))
+    made._stepper._ranks = Ranks(rank=3, world=4)
+    made.updates = [[[0], [1], [2], [3]], [[4], [5], [6]]]
+    assert made._after() is None
+    made._stepper._ranks = Ranks(rank=2, world=4)
+    assert made._after() == [6]
 
 
 def test_a_batch_of_other_documents_than_were_said_to_follow_is_read_anew(store: Store) -> None:
