@@ -494,8 +494,8 @@ class TrainConfig:
     prefetch: bool | None = None
     """Read the next batch, for a GPU into pinned memory, while this one is computed; None: on a GPU."""
     compile: bool = False
-    """Compile what the head's layer does before and after attention (torch.compile): fewer passes over memory on a GPU, a minute at the
-    start of each process."""
+    """Compile the loss's passes over logits, and on a GPU what the layer does before and after attention (torch.compile; a CPU needs a
+    C++ compiler). A minute at the start, less when its cache is there."""
     feature_noise: float = 0.0
     """Uniform noise on the states the head reads, U(-a, a) * 512 / tokens of the document (EAGLE-1 has a = 0.1)."""
     ema: float = 0.0

@@ -36,7 +36,9 @@ class _ChunkedKl(torch.autograd.Function):
         teacher_TH: Tensor,
         lm_head: LmHead,
         chunk_rows: int,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        passes = _COMPILED if compiled else _Passes(state_SH.device)
         student = lm_head if projection_VH is None else LmHead(projection_VH.to(lm_head.weight_VH.dtype))
         order_S = torch.argsort(teacher_S, stable=True)
         grad_SH = torch.zeros(state_SH.shape, dtype=torch.float32, device=state_SH.device)
@@ -49,9 +51,9 @@ class _ChunkedKl(torch.autograd.Function):
         student_room = torch.empty(most_C * len(student.weight_VH), device=state_SH.device)
         with torch.autocast(state_SH.device.type, enabled=False):  # which would round the sums over the vocabulary
             for rows, index_U, back_C in chunks:
-                teacher = _teacher(teacher_TH[index_U], lm_head, teacher_room)
+                teacher = _teacher(teacher_TH[index_U], lm_head, teacher_room, passes)
                 chunk = _Chunk(state_SH[rows], weight_S[rows], back_C)
-                kl_S[rows], overlap_S[rows], match_S[rows], grad_SH[rows] = _student(chunk, student, teacher, student_room, grad_VH)
+                kl_S[rows], overlap_S[rows], match_S[rows], grad_SH[rows] = _student(chunk, student, teacher, student_room, grad_VH, passes)
         ctx.save_for_backward(grad_SH, *([] if grad_VH is None else [grad_VH]))
         ctx.dtypes = state_SH.dtype, None if projection_VH is None else projection_VH.dtype  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(kl_S, overlap_S, match_S)
@@ -61,7 +63,7 @@ class _ChunkedKl(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # type: ignore[attr-defined]
         scaled = [(g * grads[0]).to(dtype) for g, dtype in zip(saved, ctx.dtypes, strict=False)]  # type: ignore[attr-defined]
-        return scaled[0], scaled[1] if len(scaled) > 1 else None, None, None, None, None, None
+        return scaled[0], scaled[1] if len(scaled) > 1 else None, None, None, None, None, None, None
 
 
 @dataclass(slots=True)
@@ -82,7 +84,7 @@ class _Chunk:
 
 
 class _Softmax:
-    """softmax of logits that come in blocks: each is turned into exp(logits - its largest) while it is in the cache.
+    """softmax of logits that come in blocks: each is turned into exp(logits - its largest) while it is in the cache (`_Passes`).
 
     A block is contiguous in `room`, of which R x V elements are used. Probabilities are the exponentials times `factors` (one a row and
     block), known once all blocks have come.
@@ -93,19 +95,6 @@ class _Softmax:
         self.room = room
         self.exponential_RB = [room[rows * b.start : rows * b.stop].view(rows, b.stop - b.start) for b in self.blocks]
         self.peak_RN, self.total_RN = (room.new_empty(rows, len(self.blocks)) for _ in range(2))
-
-    def like_blocks(self) -> list[Tensor]:
-        """For each block a tensor of its shape, all in the same place, for what lasts no longer than a block's turn."""
-        most = max(block.numel() for block in self.exponential_RB)
-        place = self.room.new_empty(most)
-        return [place[: block.numel()].view_as(block) for block in self.exponential_RB]
-
-    def take(self, number: int) -> None:
-        """Overwrite block `number`'s logits by their exponentials."""
-        block_RB = self.exponential_RB[number]
-        peak_R1 = torch.amax(block_RB, -1, keepdim=True)
-        self.peak_RN[:, number] = peak_R1[:, 0]
-        self.total_RN[:, number] = block_RB.sub_(peak_R1).exp_().sum(-1)
 
     def normaliser(self) -> Tensor:
         """log sum_v exp(logit_v), [R]."""
@@ -126,15 +115,82 @@ class _Softmax:
         return start_R + self.room[first_R[:, None] + inside_RB].argmax(-1)
 
 
-def _teacher(state_UH: Tensor, lm_head: LmHead, room: Tensor) -> _Teacher:
+class _Passes:
+    """What is done with a block's logits while they are in the cache, in torch's own operations. Rooms are kept from block to block."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._rooms = [torch.empty(0, device=device), torch.empty(0, device=device)]
+
+    def _like(self, block_RB: Tensor, number: int) -> Tensor:
+        if self._rooms[number].numel() < block_RB.numel():
+            self._rooms[number] = block_RB.new_empty(block_RB.numel())
+        return self._rooms[number][: block_RB.numel()].view_as(block_RB)
+
+    def teacher(self, block_UB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits become exp(logits - peak), peak the largest of each row; returns peak, the sum, and the sum of logit times it, [U]."""
+        logits_UB = self._like(block_UB, 0).copy_(block_UB)
+        peak_U1 = torch.amax(block_UB, -1, keepdim=True)
+        total_U = block_UB.sub_(peak_U1).exp_().sum(-1)
+        return peak_U1[:, 0], total_U, logits_UB.mul_(block_UB).sum(-1)
+
+    def student(self, block_CB: Tensor, p_UB: Tensor, back_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of the student's, with the sum of teacher's probability times logit."""
+        p_CB = torch.index_select(p_UB, 0, back_C, out=self._like(block_CB, 0))
+        dot_C = p_CB.mul_(block_CB).sum(-1)
+        peak_C1 = torch.amax(block_CB, -1, keepdim=True)
+        return peak_C1[:, 0], block_CB.sub_(peak_C1).exp_().sum(-1), dot_C
+
+    def difference(self, block_CB: Tensor, factor_C: Tensor, p_UB: Tensor, back_C: Tensor) -> Tensor:
+        """Exponentials become q - p, q = exponentials * factor; returns sum min(q, p), [C]."""
+        q_CB = block_CB.mul_(factor_C[:, None])
+        p_CB = torch.index_select(p_UB, 0, back_C, out=self._like(block_CB, 0))
+        overlap_C = torch.minimum(q_CB, p_CB, out=self._like(block_CB, 1)).sum(-1)
+        q_CB.sub_(p_CB)
+        return overlap_C
+
+
+class _CompiledPasses(_Passes):
+    """The same, each compiled into as few passes as it takes (torch.compile: C++ on a CPU, Triton on a GPU), at its first use."""
+
+    def __init__(self) -> None:
+        self.teacher = torch.compile(_teacher_pass, dynamic=True)  # type: ignore[method-assign]
+        self.student = torch.compile(_student_pass, dynamic=True)  # type: ignore[method-assign]
+        self.difference = torch.compile(_difference_pass, dynamic=True)  # type: ignore[method-assign]
+
+
+def _teacher_pass(block_UB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    peak_U1 = block_UB.amax(-1, keepdim=True)
+    exponential_UB = (block_UB - peak_U1).exp()
+    dot_U = (exponential_UB * block_UB).sum(-1)
+    block_UB.copy_(exponential_UB)
+    return peak_U1[:, 0], exponential_UB.sum(-1), dot_U
+
+
+def _student_pass(block_CB: Tensor, p_UB: Tensor, back_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dot_C = (p_UB[back_C] * block_CB).sum(-1)
+    peak_C1 = block_CB.amax(-1, keepdim=True)
+    exponential_CB = (block_CB - peak_C1).exp()
+    block_CB.copy_(exponential_CB)
+    return peak_C1[:, 0], exponential_CB.sum(-1), dot_C
+
+
+def _difference_pass(block_CB: Tensor, factor_C: Tensor, p_UB: Tensor, back_C: Tensor) -> Tensor:
+    q_CB, p_CB = block_CB * factor_C[:, None], p_UB[back_C]
+    block_CB.copy_(q_CB - p_CB)
+    return torch.minimum(q_CB, p_CB).sum(-1)
+
+
+_COMPILED = _CompiledPasses()
+"""One for the process: each is compiled once."""
+
+
+def _teacher(state_UH: Tensor, lm_head: LmHead, room: Tensor, passes: _Passes) -> _Teacher:
     """Its probabilities, in `room`."""
     softmax = _Softmax(len(state_UH), lm_head, room)
     dot_UN = torch.empty_like(softmax.peak_RN)
-    spare_UB = softmax.like_blocks()
     for n, block_UB in enumerate(softmax.exponential_RB):
-        logits_UB = spare_UB[n].copy_(lm_head.block_logits(state_UH, softmax.blocks[n], block_UB))
-        softmax.take(n)
-        dot_UN[:, n] = logits_UB.mul_(block_UB).sum(-1)
+        lm_head.block_logits(state_UH, softmax.blocks[n], block_UB)
+        softmax.peak_RN[:, n], softmax.total_RN[:, n], dot_UN[:, n] = passes.teacher(block_UB)
     choice_U, factor_UN = softmax.choice(), softmax.factors()
     for n, block_UB in enumerate(softmax.exponential_RB):
         block_UB.mul_(factor_UN[:, n, None])
@@ -142,27 +198,24 @@ def _teacher(state_UH: Tensor, lm_head: LmHead, room: Tensor) -> _Teacher:
 
 
 def _student(
-    chunk: _Chunk, student: LmHead, teacher: _Teacher, room: Tensor, grad_VH: Tensor | None
+    chunk: _Chunk, student: LmHead, teacher: _Teacher, room: Tensor, grad_VH: Tensor | None, passes: _Passes
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """KL, overlap and match [C], and the gradient of weight * KL with respect to the state [C, H]; a projection's is added to `grad_VH`."""
     softmax = _Softmax(len(chunk.state_CH), student, room)
     dot_C, overlap_C = (torch.zeros(len(chunk.state_CH), device=room.device) for _ in range(2))
-    slopes, spare_CB, other_CB = [], softmax.like_blocks(), softmax.like_blocks()
+    slopes = []
     for n, block_CB in enumerate(softmax.exponential_RB):
         logits_CB = student.block_logits(chunk.state_CH, softmax.blocks[n], block_CB)
         slopes.append(student.slope(logits_CB))
-        p_CB = torch.index_select(teacher.p_UB[n], 0, chunk.back_C, out=spare_CB[n])
-        dot_C += p_CB.mul_(logits_CB).sum(-1)
-        softmax.take(n)
+        softmax.peak_RN[:, n], softmax.total_RN[:, n], of_block_C = passes.student(block_CB, teacher.p_UB[n], chunk.back_C)
+        dot_C += of_block_C
     match_C = (softmax.choice() == teacher.choice_U[chunk.back_C]).float()
     factor_CN = softmax.factors()
     grad_CH = torch.zeros(chunk.state_CH.shape, device=room.device)
     weighted_CH = chunk.state_CH.float() * chunk.weight_C[:, None]
-    for n, block_CB in enumerate(softmax.exponential_RB):
-        q_CB = block_CB.mul_(factor_CN[:, n, None])
-        p_CB = torch.index_select(teacher.p_UB[n], 0, chunk.back_C, out=spare_CB[n])
-        overlap_C += torch.minimum(q_CB, p_CB, out=other_CB[n]).sum(-1)
-        raw_CB, slope_CB = q_CB.sub_(p_CB), slopes[n]
+    for n, raw_CB in enumerate(softmax.exponential_RB):
+        overlap_C += passes.difference(raw_CB, factor_CN[:, n], teacher.p_UB[n], chunk.back_C)
+        slope_CB = slopes[n]
         if not isinstance(slope_CB, float) or slope_CB != 1.0:
             raw_CB.mul_(slope_CB)
         student.add_state_gradient(raw_CB, softmax.blocks[n], grad_CH)
@@ -181,13 +234,16 @@ def distillation_kl(
     lm_head: LmHead,
     chunk_rows: int,
     projection_VH: Tensor | None = None,
+    compiled: bool = False,
 ) -> tuple[Tensor, RowStatistics]:
     """sum_s weight_s * KL(softmax(lm_head(teacher_TH[teacher_S])) || softmax(lm_head(state_S))), in float32.
 
     With `projection_VH` (rows as `lm_head` has them, trained) the student's logits are state @ projection.T instead. A teacher row that
-    several steps share is projected once a chunk. Returns the scalar and the rows' statistics.
+    several steps share is projected once a chunk. `compiled`: with torch.compile's passes over logits. Returns the scalar and the rows'
+    statistics.
     """
-    loss, kl_S, overlap_S, match_S = _ChunkedKl.apply(state_SH, projection_VH, weight_S, teacher_S, teacher_TH, lm_head, chunk_rows)
+    found = _ChunkedKl.apply(state_SH, projection_VH, weight_S, teacher_S, teacher_TH, lm_head, chunk_rows, compiled)
+    loss, kl_S, overlap_S, match_S = found
     return loss, RowStatistics(kl_S, overlap_S, match_S)
 
 

@@ -124,7 +124,7 @@ class Objective:
         if state_SH.nbytes >= _LARGE and self._device.type == "cpu":
             give_back()  # what the steps freed lies between what backward needs: a fifth of the peak
         kl, statistics = distillation_kl(
-            state_SH, weight_S, teacher_S, batch.final_TH, self._loss_head, loss.chunk_rows, self._projection()
+            state_SH, weight_S, teacher_S, batch.final_TH, self._loss_head, loss.chunk_rows, self._projection(), self._config.compile
         )
         statistics.match_S *= known_S
         total = loss.kl_weight * kl

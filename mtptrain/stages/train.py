@@ -238,7 +238,7 @@ def make_trainer(
     torch.use_deterministic_algorithms(True)
     # else deterministic algorithms fill whatever is allocated, 5 % of an update; nothing of it is read unwritten
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if cfg.train.compile:
+    if cfg.train.compile and context.device.type != "cpu":  # a CPU's passes over rows that fit its cache are as fast
         compile_layer(head.layer)
     return Trainer(
         train_config(cfg),

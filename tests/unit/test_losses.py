@@ -1,5 +1,7 @@
 """Chunked distillation against plain float64 torch with autograd."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -85,15 +87,19 @@ def test_fault_17_logits_never_hold_more_rows_than_a_chunk(monkeypatch: pytest.M
     assert sum(held) < 2 * S
 
 
+COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=COMPILER)], ids=["as it is", "compiled"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("own", [False, True], ids=["frozen projection", "own projection"])
-def test_a_vocabulary_of_several_blocks(softcap: float | None, own: bool) -> None:
+def test_a_vocabulary_of_several_blocks(softcap: float | None, own: bool, compiled: bool) -> None:
     torch.manual_seed(1)
     state, finals = torch.randn(7, 12, requires_grad=True), torch.randn(5, 12)
     projection = torch.randn(2500, 12, requires_grad=True) if own else None
     weight, teacher = torch.rand(7), torch.tensor([0, 3, 3, 1, 4, 0, 3])
     lm_head = LmHead(torch.randn(2500, 12), scale=0.5, softcap=softcap)  # three blocks of rows, the last one shorter
-    loss, rows = distillation_kl(state, weight, teacher, finals, lm_head, 3, projection)
+    loss, rows = distillation_kl(state, weight, teacher, finals, lm_head, 3, projection, compiled)
     loss.backward()
     exact = state.detach().double().requires_grad_()
     exact_projection = None if projection is None else projection.detach().double().requires_grad_()
