@@ -20,6 +20,8 @@ _FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
+"""What transformers calls its warning of a text longer than the tokenizer says that its model takes."""
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -27,6 +29,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise UserError(f"{folder} has no tokenizer (tokenizer.json or tokenizer.model); copy the target's own into it")
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    tokenizer.deprecation_warnings[_TOO_LONG] = True  # rows are cut or dropped, and counted, where their length matters
     return tokenizer
 
 

@@ -37,6 +37,17 @@ def test_tiny_template_is_chatml(folder: Path) -> None:
     assert len(tokenizer) == 320
 
 
+def test_a_text_longer_than_the_model_takes_is_no_warning_of_the_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.tokenization_utils_base import logger
+
+    warned: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *_: warned.append(text))
+    for tokenizer in (load_tokenizer(folder, trust_remote_code=False), tiny_tokenizer()):
+        tokenizer.model_max_length = 4
+        tokenizer("longer than four")
+    assert len(warned) == 1, "the second one's"
+
+
 def test_the_hash_covers_tokenizer_and_template(folder: Path, tmp_path: Path) -> None:
     before = tokenizer_hash(folder)
     assert tokenizer_hash(tiny_llama(tmp_path / "again", hidden_size=32)) == before
