@@ -15,7 +15,7 @@ from mtptrain.config import TrainConfig
 from mtptrain.heads.alignment import Alignment
 from mtptrain.heads.drafter import Drafter
 from mtptrain.heads.lm_head import LmHead
-from mtptrain.heads.unroll import Unroll, rows_of, true_token_steps, unrolled_steps
+from mtptrain.heads.unroll import Unroll, key_value, rows_of, true_token_steps, unrolled_steps
 from mtptrain.heap import give_back
 from mtptrain.losses import RowStatistics, distillation_kl, hidden_match, step_weights
 from mtptrain.ranks import ALONE, Ranks
@@ -75,20 +75,15 @@ class Objective:
                 states = {name: state + noise[row] for name, state in states.items()}
             return batch.token_T[batch.rows.input_RK[part, 0]], states, batch.rows.position_R[part]
 
-        def key_value(part: slice) -> tuple[Tensor, Tensor]:
-            token, states, position = enter(part)
-            _, z = self._head.enter(self._drafter.embed(token), self._head.feature(states))
-            return self._head.layer.key_value(z, position)
-
         with torch.no_grad():
-            made = [key_value(part) for part in parts]
+            made = [key_value(self._drafter, *enter(part)) for part in parts]
         prefix = [torch.cat([pair[i] for pair in made]).requires_grad_() for i in (0, 1)]
         del made
         gradient = [torch.zeros_like(p, dtype=torch.float32) for p in (*prefix, *parameters)]
         statistics: list[list[RowStatistics]] = [[] for _ in range(self._config.steps)]
         total = torch.zeros((), device=self._device)
         for part in ranks.share(parts):
-            rows = _some(batch.rows, part)
+            rows = batch.rows.part(part)
             if not bool(rows.valid_RK.any()):
                 continue
             with _fresh_graph():
@@ -103,7 +98,7 @@ class Objective:
         ranks.sum_(of_prefix)
         for part in ranks.share(parts):
             with _fresh_graph():
-                made_again = key_value(part)
+                made_again = key_value(self._drafter, *enter(part))
             given = [g[part].to(made_again[0].dtype) for g in of_prefix]
             _add(of_parameters, torch.autograd.grad(made_again, parameters, given, allow_unused=True))
         found += [_joined(step, self._device) for step in statistics]
@@ -167,10 +162,6 @@ def _add(sums: list[Tensor], parts: tuple[Tensor | None, ...]) -> None:
     for whole, part in zip(sums, parts, strict=True):
         if part is not None:
             whole += part
-
-
-def _some(rows: Alignment, part: slice) -> Alignment:
-    return Alignment(**{name: getattr(rows, name)[part] for name in rows.__slots__})
 
 
 def _joined(parts: list[RowStatistics], device: torch.device) -> RowStatistics:

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from mtptrain.batches import Batch
+from mtptrain.heads.alignment import Alignment
 from mtptrain.heads.drafter import Drafter
-from mtptrain.heads.unroll import Unroll, rows_of
+from mtptrain.heads.unroll import Unroll, key_value, rows_of
+
+_WINDOW = 4096
+"""Rows of a document that are drafted at once."""
 
 
 @dataclass(slots=True)
@@ -52,18 +56,47 @@ class RowDrafts:
 
 @torch.no_grad()
 def draft_all_rows(drafter: Drafter, batch: Batch, k: int, hits_only: bool = False) -> RowDrafts:
-    """Draft up to `k` tokens from each row; a row stops at its first miss or at its span's end. With `hits_only` a miss is -1 (cheaper)."""
-    rows = batch.rows
-    unroll = Unroll(drafter, documents=len(batch.documents))
-    unroll.extend(batch.token_T[rows.input_RK[:, 0]], rows_of(batch.states, rows.row_R), rows.position_R, rows.document_R)
+    """Draft up to `k` tokens from each row; a row stops at its first miss or at its span's end. With `hits_only` a miss is -1 (cheaper).
+
+    A long document alone goes in windows, so that memory grows with it by its states, keys and values.
+    """
+    rows, count = batch.rows, len(batch.rows.row_R)
+
+    def enter(part: slice) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        return batch.token_T[rows.input_RK[part, 0]], rows_of(batch.states, rows.row_R[part]), rows.position_R[part]
+
+    if len(batch.documents) > 1 or count <= _WINDOW:
+        unroll = Unroll(drafter, documents=len(batch.documents))
+        unroll.extend(*enter(slice(0, count)), rows.document_R)
+        return _draft(unroll, drafter, rows, batch.token_T, k, hits_only)
+    parts = [slice(start, min(start + _WINDOW, count)) for start in range(0, count, _WINDOW)]
+    prefix = _joined([key_value(drafter, *enter(part)) for part in parts])
+    found = RowDrafts(rows.row_R[:0], [], [])
+    for part in parts:
+        unroll = Unroll(drafter)
+        unroll.look_back(prefix, *enter(part))
+        drafts = _draft(unroll, drafter, rows.part(part), batch.token_T, k, hits_only)
+        found.row_R = torch.cat((found.row_R, drafts.row_R + part.start))
+        found.tokens_R += drafts.tokens_R
+        found.accepted_R += drafts.accepted_R
+    return found
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    keys, values = zip(*parts, strict=True)
+    return torch.cat(keys), torch.cat(values)
+
+
+def _draft(unroll: Unroll, drafter: Drafter, rows: Alignment, token_T: Tensor, k: int, hits_only: bool) -> RowDrafts:
+    """Of the rows that `unroll` has as its step 0."""
     alive_R = rows.valid_RK[:, 0].nonzero().squeeze(-1)
     start_R = alive_R
     order = {int(r): i for i, r in enumerate(start_R.tolist())}
     tokens: list[list[int]] = [[] for _ in range(len(start_R))]
     accepted = [0] * len(start_R)
     state_RH = unroll.start(alive_R)
-    for step in range(k):
-        label_R = batch.token_T[rows.label_RK[alive_R, step]]
+    for step in range(k if len(start_R) else 0):
+        label_R = token_T[rows.label_RK[alive_R, step]]
         drafted_R = drafter.choices(state_RH, label_R if hits_only else None)
         match_R = drafted_R == label_R
         for row, token, match in zip(alive_R.tolist(), drafted_R.tolist(), match_R.tolist(), strict=True):

@@ -34,6 +34,10 @@ class Alignment:
         """With every tensor changed."""
         return Alignment(**{name: change(getattr(self, name)) for name in self.__slots__})
 
+    def part(self, rows: slice) -> "Alignment":
+        """Some of the rows."""
+        return self.each(lambda tensor: tensor[rows])
+
 
 def align(length: int, spans: Sequence[tuple[int, int]], steps: int) -> Alignment:
     """Rows of a document of `length` tokens whose target-generated ranges are `spans` (half-open).

@@ -97,6 +97,12 @@ class Unroll:
         return state_RH
 
 
+def key_value(drafter: Drafter, token_S: Tensor, states: Mapping[str, Tensor], position_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [S, G, D] of step-0 rows, as `Unroll.look_back` wants them of all rows together."""
+    head = drafter.head
+    return head.layer.key_value(head.enter(drafter.embed(token_S), head.feature(states))[1], position_S)
+
+
 def rows_of(states: Mapping[str, Tensor], row_R: Tensor | slice) -> dict[str, Tensor]:
     """The states of some rows, a capture each."""
     return {name: state[row_R] for name, state in states.items()}

@@ -1,10 +1,13 @@
 """The offline walk against a sequential one that follows its definition with the float64 head."""
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 
 from mtptrain.batches import Batch
+from mtptrain.config import HeadKind, OutputProjection
 from mtptrain.decoding.walk import draft_all_rows, hop
 from mtptrain.report.measurement import measure
 from tests.unit.heads import EPS, THETA, bound, small_batch, small_embed, small_head, small_spec
@@ -73,6 +76,30 @@ def test_walk_equals_the_sequential_definition() -> None:
         [*t[:n], *([-1] if len(t) > n else [])] for t, n in zip(rows.tokens_R, rows.accepted_R, strict=True)
     ]
     assert max(rows.accepted_R) >= 2  # the case holds long acceptances, else it would prove little
+
+
+@pytest.mark.parametrize("window", [1, 5, 16])
+@pytest.mark.parametrize("options", [{}, {"kind": HeadKind.eagle3, "lm_head": OutputProjection.target}, {"sliding_window": 6}], ids=str)
+def test_a_long_document_is_walked_in_windows_to_the_same_drafts(
+    options: dict[str, Any], window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small_spec(num_layers=8)
+    head = small_head(spec, **options)
+    spans = [[(3, 12), (14, 40)]]
+    batch = small_batch([40], spans, 4, captures=("final", *head.captures))
+    drafter = bound(head)
+    for step in range(4):  # some rows accept several
+        whole = draft_all_rows(drafter, batch, 4)
+        for row, tokens, accepted in zip(whole.row_R.tolist(), whole.tokens_R, whole.accepted_R, strict=True):
+            if row % 3 == 0 and accepted == step and len(tokens) > step:
+                batch.token_T[row + 2 + step] = tokens[step]
+    whole = draft_all_rows(drafter, batch, 4)
+    assert sum(whole.accepted_R) > 0
+    monkeypatch.setattr("mtptrain.decoding.walk._WINDOW", window)
+    parts = draft_all_rows(drafter, batch, 4)
+    assert torch.equal(parts.row_R, whole.row_R)
+    assert (parts.tokens_R, parts.accepted_R) == (whole.tokens_R, whole.accepted_R)
+    assert hop(parts, batch, spans, [("a", "x")], 3) == hop(whole, batch, spans, [("a", "x")], 3)
 
 
 def test_fault_08_rates_are_those_of_the_walk_not_products_of_marginals() -> None:
